@@ -1,0 +1,86 @@
+"""Types that cross the public API: prompts, actions, experiences and the environments' protocols.
+
+Shape letters, the same everywhere in this package:
+
+``B`` sequences (= P·G) · ``P`` prompts · ``G`` group size · ``T`` tokens of prompt and completion ·
+``S = T - 1`` action positions (position ``s`` predicts token ``s + 1``) · ``U`` turns ·
+``V`` vocabulary · ``D`` hidden size · ``R`` LoRA rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ReasoningPrompts(TypedDict):
+    """One prompt as environments hand it out and ``get_action`` takes it."""
+
+    input_ids: torch.Tensor
+    """``(1, P)`` long; padding, if any, is where ``attention_mask`` is 0."""
+    attention_mask: torch.Tensor
+    """``(1, P)`` long, 1 on real tokens."""
+    text: str
+    """The prompt as text, for logs and vLLM."""
+
+
+@dataclass(frozen=True)
+class ActionResult:
+    """What ``get_action`` returns. Unpacks into two: ``completion_ids, action_masks = result``.
+
+    For a prompt of 3 tokens, a group of 2 and completions of 2 tokens and 1 token::
+
+        completion_ids[0]  [[5, 6, 7, 8, 2],      action_masks[0]  [[F, F, T, T],
+                            [5, 6, 7, 2, 0]]                        [F, F, T, F]]
+    """
+
+    completion_ids: list[torch.Tensor]
+    """One ``(G, T)`` long tensor per prompt: prompt then completion, right-padded."""
+    action_masks: list[torch.Tensor]
+    """One ``(G, T - 1)`` bool tensor per prompt: True where position ``s`` predicts a generated token,
+    the sampled end-of-sequence token included."""
+    sampling_logps: list[torch.Tensor | None] | None = None
+    """Log-probs the sampler reported, one 1-D tensor per row (generated tokens only), or None."""
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        return iter((self.completion_ids, self.action_masks))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        return (self.completion_ids, self.action_masks)[index]
+
+
+ExperiencesType: TypeAlias = "tuple[Sequence[torch.Tensor] | torch.Tensor, Sequence[torch.Tensor] | torch.Tensor, Any]"
+"""``(completion_ids, action_masks, rewards)``; rewards ``(P, G)``, ``(B,)`` or, per turn, ``(B, U)``."""
+
+
+@runtime_checkable
+class TextEnv(Protocol):
+    """A text environment in Gymnasium style: strings in, strings out."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]: ...
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]: ...
+
+
+@runtime_checkable
+class MultiTurnEnv(Protocol):
+    """A tokenised multi-turn episode, such as ``TokenObservationWrapper``."""
+
+    def reset(self, seed: int | None = None) -> tuple[ReasoningPrompts, dict[str, Any]]: ...
+
+    def step(
+        self, full_completion_ids: torch.Tensor
+    ) -> tuple[ReasoningPrompts, float, bool, bool, dict[str, Any]]: ...
+
+    def get_episode_data(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+    def close(self) -> None: ...
