@@ -1,0 +1,72 @@
+# The commands of this project. `make demo` and `make test` work from a fresh clone:
+# they need python3 (3.11 or newer), pip and a C compiler, and install the rest into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Passed on to the program that a target runs: make demo ARGS="--algorithm cispo"
+ARGS ?=
+# Address of a package index with CPU builds of torch, where pip would otherwise fetch a CUDA build.
+TORCH_INDEX ?=
+# Nothing here loads from a model hub; HF_HUB_OFFLINE=0 on the command line lifts the ban.
+export HF_HUB_OFFLINE ?= 1
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# One stamp per set of packages; a stamp older than these files means: install again.
+MANIFESTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install test demo benchmark lint format constraints clean
+
+help:
+	@echo "make demo       train a small language model on reasoning tasks, with before and after"
+	@echo "make test       lint, type check and run all tests"
+	@echo "make benchmark  time one training step of this library and of TRL"
+	@echo "make install    what test needs, into $(VENV)"
+	@echo "make lint | format | clean | constraints"
+
+install: $(VENV)/.installed-dev
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python examples/grpo_reasoning.py $(ARGS)
+
+benchmark: $(VENV)/.installed-bench
+	$(BIN)/python benchmarking/grpo_step.py $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Run in a fresh environment after changing a range in pyproject.toml. The local part of torch's
+# version (+cpu, +cu130) is dropped: it names a build, not a version.
+constraints: install $(VENV)/.installed-bench
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9]*$$//' > constraints.tmp
+	mv constraints.tmp constraints.txt
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis demo_output
+	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
+	"agilerl needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	@# Some systems ship venv without ensurepip: there the system's pip puts pip into the environment.
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+	&& $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+
+# torch goes in first and alone, so that TORCH_INDEX applies to it and to nothing else.
+$(VENV)/.installed-torch: constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@touch $@
+
+$(VENV)/.installed-%: $(MANIFESTS) $(VENV)/.installed-torch
+	$(PIP_INSTALL) --editable ".[$*]"
+	@touch $@
