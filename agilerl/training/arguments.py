@@ -1,0 +1,275 @@
+"""Checks of what users pass to the training functions: every mistake is an immediate error."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+_AGENT_MEMBERS = (
+    "algo",
+    "index",
+    "fitness",
+    "scores",
+    "steps",
+    "get_action",
+    "learn",
+    "test",
+    "set_reference_policy",
+    "save_checkpoint",
+)
+_ENV_MEMBERS = (
+    "name",
+    "num_epochs",
+    "questions",
+    "answers",
+    "reset",
+    "step",
+    "eval_mode",
+    "state_dict",
+    "__len__",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """The options that all training functions share, checked when the record is made.
+
+    Raises:
+        ValueError: For a value or a combination that makes no sense.
+        TypeError: For a value of the wrong type.
+    """
+
+    max_steps: int | None = None
+    num_epochs: int | None = None
+    evaluation_interval: int = 10
+    checkpoint_steps: int | None = None
+    checkpoint_path: str | Path | None = None
+    save_elite: bool | None = None
+    elite_path: str | Path | None = None
+    max_reward: float | None = None
+    init_hp: Mapping[str, Any] | None = None
+    verbose: bool = True
+    tensorboard: bool = False
+    tensorboard_log_dir: str | Path | None = None
+    wb: bool = False
+    wandb_kwargs: Mapping[str, Any] | None = None
+    wandb_api_key: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.max_steps is None and self.num_epochs is None:
+            raise ValueError(
+                "max_steps and num_epochs are both None, which makes an endless run: set max_steps "
+                "(prompts per agent), num_epochs (passes over the training data) or both."
+            )
+        _check_count("evaluation_interval", self.evaluation_interval)
+        for name in ("max_steps", "num_epochs", "checkpoint_steps"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        for name in ("verbose", "tensorboard", "wb"):
+            _check_type(name, getattr(self, name), bool, "True or False")
+        if self.save_elite is not None:
+            _check_type("save_elite", self.save_elite, bool, "True, False or None")
+        for name in ("init_hp", "wandb_kwargs"):
+            if getattr(self, name) is not None:
+                _check_type(name, getattr(self, name), Mapping, "a dict or None")
+        if self.wandb_api_key is not None and not isinstance(self.wandb_api_key, str):
+            # The value is a secret: name the type only.
+            raise TypeError(
+                f"wandb_api_key must be a str or None, not {type(self.wandb_api_key).__name__}."
+            )
+        self._check_max_reward()
+        self._check_paths()
+        self._warn_without_effect()
+
+    @property
+    def accuracy_threshold(self) -> float:
+        """Completions with at least this reward count as accurate."""
+        return 1.0 if self.max_reward is None else float(self.max_reward)
+
+    def _check_max_reward(self) -> None:
+        if self.max_reward is None:
+            return
+        if isinstance(self.max_reward, bool) or not isinstance(self.max_reward, Real):
+            raise TypeError(
+                f"max_reward={self.max_reward!r} must be a number, or None for 1.0: the reward "
+                "from which a completion counts as accurate."
+            )
+        if not math.isfinite(self.max_reward):
+            raise ValueError(f"max_reward={self.max_reward!r} must be finite, or None for 1.0.")
+
+    def _check_paths(self) -> None:
+        for name in ("checkpoint_path", "elite_path", "tensorboard_log_dir"):
+            _check_directory(name, getattr(self, name))
+        if self.checkpoint_steps is not None and self.checkpoint_path is None:
+            raise ValueError(
+                f"checkpoint_steps={self.checkpoint_steps} needs checkpoint_path, the directory "
+                "that the checkpoints go to."
+            )
+        if self.save_elite and self.elite_path is None:
+            raise ValueError(
+                "save_elite=True needs elite_path, the directory for the best agent's checkpoint."
+            )
+        if self.elite_path is not None and not self.save_elite:
+            raise ValueError(
+                f"elite_path={str(self.elite_path)!r} was given without save_elite=True: set it, "
+                "or leave elite_path out."
+            )
+
+    def _warn_without_effect(self) -> None:
+        pairs = (
+            ("tensorboard_log_dir", "tensorboard"),
+            ("wandb_kwargs", "wb"),
+            ("wandb_api_key", "wb"),
+        )
+        for name, switch in pairs:
+            if getattr(self, name) is not None and not getattr(self, switch):
+                warnings.warn(
+                    f"{name} has no effect without {switch}=True.", UserWarning, stacklevel=5
+                )
+
+
+def check_elite_outside(elite_path: str | Path | None, run_directory: Path) -> None:
+    """Refuse an elite path whose replacement would take the run directory with it.
+
+    Raises:
+        ValueError: If ``run_directory`` is ``elite_path`` or lies in it.
+    """
+    if elite_path is None:
+        return
+    elite = Path(elite_path).resolve()
+    if run_directory.resolve().is_relative_to(elite):
+        raise ValueError(
+            f"elite_path={str(elite_path)!r} holds the run directory {str(run_directory)!r}, and "
+            "saving the elite replaces what is there: choose a directory of its own, such as "
+            f"{str(run_directory / 'elite')!r}."
+        )
+
+
+def check_population(pop: Any) -> None:
+    """Check that ``pop`` is a non-empty list of different agents with different indices.
+
+    Raises:
+        ValueError: Naming what is wrong with it.
+    """
+    if not isinstance(pop, list):
+        raise ValueError(
+            f"pop must be a list of agents, not {type(pop).__name__}: pass [agent] for one agent."
+        )
+    if not pop:
+        raise ValueError("pop is empty: pass a list with at least one agent.")
+    for position, agent in enumerate(pop):
+        missing = [name for name in _AGENT_MEMBERS if not hasattr(agent, name)]
+        if missing:
+            raise ValueError(
+                f"pop[{position}] is a {type(agent).__name__}, which is no agent (it lacks "
+                f"{', '.join(missing)}): pass agents such as GRPO(...)."
+            )
+    indices = [agent.index for agent in pop]
+    if len(set(indices)) < len(indices):
+        raise ValueError(
+            f"pop holds agents with the same index, {indices}: the index names an agent in logs "
+            "and checkpoints. Build them with different index=..., or with population(size)."
+        )
+
+
+def check_environments(
+    env: Any, env_fn: Callable[[], Any] | None, population_size: int
+) -> Sequence[Any]:
+    """One environment per agent: the shared ``env`` repeated, or one from each call of ``env_fn``.
+
+    Returns:
+        ``population_size`` environments.
+
+    Raises:
+        ValueError: If both or neither are given.
+        TypeError: If ``env_fn`` cannot be called or an environment lacks what the loop needs.
+    """
+    if (env is None) == (env_fn is None):
+        given = "neither was" if env is None else "both were"
+        raise ValueError(
+            f"Exactly one of env and env_fn is needed, {given} given: env is shared by all agents, "
+            "env_fn is called once per agent to make one each."
+        )
+    if env_fn is None:
+        _check_env("env", env)
+        return [env] * population_size
+    if not callable(env_fn):
+        raise TypeError(
+            f"env_fn={env_fn!r} cannot be called: pass a function without arguments that returns "
+            "an environment, or pass the environment itself as env."
+        )
+    environments = [env_fn() for _ in range(population_size)]
+    for made in environments:
+        _check_env("env_fn()", made)
+    return environments
+
+
+def check_selection(tournament: Any, mutation: Any, evo_steps: int | None) -> None:
+    """Check the three arguments of evolution, which only work together.
+
+    Raises:
+        ValueError: If some but not all are given.
+        NotImplementedError: If all are given.
+    """
+    trio = {"tournament": tournament, "mutation": mutation, "evo_steps": evo_steps}
+    given = [name for name, value in trio.items() if value is not None]
+    missing = [name for name, value in trio.items() if value is None]
+    if given and missing:
+        raise ValueError(
+            f"Evolution needs tournament, mutation and evo_steps together: {' and '.join(given)} "
+            f"given, {' and '.join(missing)} missing. Give all three, or none to train without it."
+        )
+    if given:
+        raise NotImplementedError(
+            "tournament, mutation and evo_steps are not supported yet: leave all three out, the "
+            "agents of pop are then trained side by side."
+        )
+
+
+def refuse_unsupported(**arguments: Any) -> None:
+    """Refuse arguments whose machinery does not exist yet.
+
+    Raises:
+        NotImplementedError: Naming the first argument that is not None.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not supported yet: leave it at None.")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r} must be an int of at least 1.")
+    if value < 1:
+        raise ValueError(f"{name}={value!r} must be at least 1.")
+
+
+def _check_type(name: str, value: Any, kind: type, allowed: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} must be {allowed}.")
+
+
+def _check_directory(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}={value!r} must be a str or Path.")
+    if not str(value):
+        raise ValueError(f"{name} is empty: name a directory.")
+    if Path(value).exists() and not Path(value).is_dir():
+        raise ValueError(f"{name}={str(value)!r} is a file: name a directory.")
+
+
+def _check_env(name: str, env: Any) -> None:
+    missing = [member for member in _ENV_MEMBERS if not hasattr(env, member)]
+    if missing:
+        raise TypeError(
+            f"{name} is a {type(env).__name__}, which lacks {', '.join(missing)}: pass a "
+            "ReasoningGym, or an environment with the same interface."
+        )

@@ -1,0 +1,55 @@
+"""Ctrl-C and SIGTERM ask a run to finish its iteration; a second Ctrl-C stops it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class GracefulStop:
+    """Context in which the first SIGINT or SIGTERM only sets ``requested``.
+
+    The handlers that were installed before come back on exit. Outside the main thread, where Python
+    allows no handlers, and for signals that the process ignores (``nohup``-style), nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        """Name of the signal that asked for the stop, None while there was none."""
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                previous = signal.getsignal(number)
+                # None: a handler that C code installed; it could not be put back.
+                if previous is not None and previous is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self.requested = signal.Signals(number).name
+        # print() is not safe here: the signal may have interrupted another print().
+        os.write(
+            2,
+            f"\n{self.requested}: finishing this iteration, then saving. "
+            "Press Ctrl-C again to stop at once without saving.\n".encode(),
+        )

@@ -1,0 +1,119 @@
+"""Every mistake is an immediate error that names the argument; nothing is written before it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_fakes import FakeAgent, FakeGym
+
+from agilerl.training.train_llm import finetune_llm_reasoning
+
+OBJECT = object()
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def call(**options: Any) -> Any:
+    arguments = {"pop": [FakeAgent()], "env": FakeGym(), "max_steps": 2, "verbose": False}
+    return finetune_llm_reasoning(**{**arguments, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"pop": []}, ValueError, "pop is empty"),
+        ({"pop": FakeAgent()}, ValueError, r"not FakeAgent: pass \[agent\]"),
+        ({"pop": [FakeAgent(), "GRPO"]}, ValueError, r"pop\[1\] is a str"),
+        ({"pop": [FakeAgent(), FakeAgent()]}, ValueError, r"same index, \[0, 0\]"),
+        ({"env": None}, ValueError, "env and env_fn is needed, neither"),
+        ({"env_fn": FakeGym}, ValueError, "env and env_fn is needed, both"),
+        ({"env": None, "env_fn": 3}, TypeError, "env_fn=3 cannot be called"),
+        ({"env": [1, 2]}, TypeError, "env is a list, which lacks name, num_epochs"),
+        ({"env": None, "env_fn": dict}, TypeError, r"env_fn\(\) is a dict, which lacks"),
+        ({"max_steps": None}, ValueError, "max_steps and num_epochs are both None"),
+        ({"max_steps": 0}, ValueError, "max_steps=0 must be at least 1"),
+        ({"max_steps": 2.0}, TypeError, "max_steps=2.0 must be an int"),
+        ({"max_steps": True}, TypeError, "max_steps=True must be an int"),
+        ({"num_epochs": -1}, ValueError, "num_epochs=-1"),
+        ({"evaluation_interval": 0}, ValueError, "evaluation_interval=0"),
+        ({"evaluation_interval": None}, TypeError, "evaluation_interval=None"),
+        ({"checkpoint_steps": 0, "checkpoint_path": "c"}, ValueError, "checkpoint_steps=0"),
+        ({"checkpoint_steps": 5}, ValueError, "checkpoint_steps=5 needs checkpoint_path"),
+        ({"checkpoint_path": 7}, TypeError, "checkpoint_path=7 must be a str or Path"),
+        ({"checkpoint_path": ""}, ValueError, "checkpoint_path is empty"),
+        ({"checkpoint_path": __file__}, ValueError, "checkpoint_path=.* is a file"),
+        ({"save_elite": True}, ValueError, "save_elite=True needs elite_path"),
+        ({"elite_path": "e"}, ValueError, "elite_path='e' was given without save_elite=True"),
+        ({"save_elite": "yes"}, TypeError, "save_elite='yes'"),
+        ({"max_reward": "1"}, TypeError, "max_reward='1' must be a number"),
+        ({"max_reward": float("nan")}, ValueError, "max_reward=nan must be finite"),
+        ({"verbose": 1}, TypeError, "verbose=1 must be True or False"),
+        ({"tensorboard": "logs"}, TypeError, "tensorboard='logs'"),
+        ({"wb": None}, TypeError, "wb=None"),
+        ({"init_hp": [1]}, TypeError, r"init_hp=\[1\] must be a dict"),
+        ({"wandb_kwargs": "p"}, TypeError, "wandb_kwargs='p' must be a dict"),
+        ({"wandb_api_key": 1234}, TypeError, "wandb_api_key must be a str or None, not int"),
+        ({"evo_steps": 5}, ValueError, "evo_steps given, tournament and mutation missing"),
+        ({"tournament": OBJECT, "mutation": OBJECT}, ValueError, "evo_steps missing"),
+        (
+            {"tournament": OBJECT, "mutation": OBJECT, "evo_steps": 5},
+            NotImplementedError,
+            "tournament, mutation and evo_steps",
+        ),
+        ({"accelerator": OBJECT}, NotImplementedError, "accelerator is not supported yet"),
+        ({"resume_from": "x"}, NotImplementedError, "resume_from is not supported yet"),
+    ],
+)
+def test_bad_input(
+    options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        call(**options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("elite", "checkpoints"), [("c", "c"), (".", "c"), ("c", "c/inner"), ("runs", None)]
+)
+def test_an_elite_that_would_replace_the_run_directory_is_refused(
+    elite: str, checkpoints: str | None, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"elite_path=.* holds the run directory"):
+        call(save_elite=True, elite_path=elite, checkpoint_path=checkpoints)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_elite_inside_the_run_directory_is_fine(tmp_path: Path) -> None:
+    call(save_elite=True, elite_path="c/elite", checkpoint_path="c")
+    assert (tmp_path / "c" / "elite" / "agent.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"tensorboard_log_dir": "t"},
+            "tensorboard_log_dir has no effect without tensorboard=True",
+        ),
+        ({"wandb_kwargs": {"project": "p"}}, "wandb_kwargs has no effect without wb=True"),
+        ({"wandb_api_key": "secret"}, "wandb_api_key has no effect without wb=True"),
+    ],
+)
+def test_settings_without_effect_warn(options: dict[str, Any], message: str) -> None:
+    with pytest.warns(UserWarning, match=message) as caught:
+        call(**options)
+    # The warning points at the user's call, and shows no secret.
+    assert caught[0].filename == __file__
+    assert "secret" not in str(caught[0].message)
+
+
+def test_good_input_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()

@@ -1,0 +1,351 @@
+"""The run directory and the trackers, with real files, real TensorBoard and real (offline) W&B."""
+
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_fakes import FakeAgent, FakeGym
+
+from agilerl.training.protocols import Sample
+from agilerl.training.run_logging import FIRST_COLUMNS, CompletionsFile, MetricsCsv, ProgressBar
+from agilerl.training.train_llm import finetune_llm_reasoning
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+API_KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def train(pop: list[FakeAgent], env: FakeGym | None = None, **options: Any) -> None:
+    finetune_llm_reasoning(pop, env or FakeGym(), **{"verbose": False, "max_steps": 4, **options})
+
+
+def read_metrics(path: Path) -> list[dict[str, str]]:
+    with (path / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), **environment},
+    )
+
+
+def test_metrics_of_two_agents(tmp_path: Path) -> None:
+    train(
+        [FakeAgent(0), FakeAgent(3, right_of_group=2)], evaluation_interval=2, checkpoint_path="r"
+    )
+    rows = read_metrics(tmp_path / "r")
+    assert list(rows[0]) == [*FIRST_COLUMNS, "mean_loss", "mean_kl"]
+    assert [(row["iteration"], row["agent"], row["steps"]) for row in rows] == [
+        ("0", "0", "0"),
+        ("0", "3", "0"),
+        ("1", "0", "2"),
+        ("1", "3", "2"),
+        # The fifth and last row of a pass came alone.
+        ("2", "0", "3"),
+        ("2", "3", "4"),
+    ]
+    assert [row["reward_mean"] for row in rows] == ["", "", "0.5", "1.0", "0.5", "1.0"]
+    assert [row["accuracy"] for row in rows] == ["", "", "0.5", "1.0", "0.5", "1.0"]
+    assert [row["mean_kl"] for row in rows] == ["", "", "0.25", "0.25", "0.5", "0.5"]
+    assert [bool(row["fitness"]) for row in rows] == [True, True, False, False, True, True]
+    assert float(rows[0]["fitness"]) == float(rows[0]["eval_accuracy"]) == pytest.approx(1 / 3)
+    trained = rows[2]
+    seconds = [float(trained[f"{k}_seconds"]) for k in ("generation", "environment", "learning")]
+    # Two prompts, groups of two, two generated tokens each.
+    assert float(trained["tokens_per_second"]) == pytest.approx(8 / sum(seconds))
+
+
+def test_max_reward_sets_what_counts_as_accurate(tmp_path: Path) -> None:
+    env = FakeGym(reward=lambda completion, answer: 0.7 if completion == answer else 0.1)
+    train([FakeAgent()], env, max_reward=0.7, checkpoint_path="r")
+    rows = read_metrics(tmp_path / "r")
+    assert (rows[1]["accuracy"], float(rows[0]["eval_accuracy"])) == ("0.5", pytest.approx(1 / 3))
+
+
+def test_the_default_run_directory_names_the_agents_algorithm(tmp_path: Path) -> None:
+    env = FakeGym(name="spell/backward: 3")
+    train([FakeAgent(algo="CISPO")], env)
+    train([FakeAgent(algo="CISPO")], env)
+    runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert len(runs) == 2
+    assert all(name.startswith("CISPO-spell_backward_3-20") for name in runs)
+    assert sorted(path.name for path in (tmp_path / "runs" / runs[0]).iterdir()) == [
+        "completions.jsonl",
+        "config.json",
+        "metrics.csv",
+    ]
+
+
+def test_completions_show_the_question_that_was_answered(tmp_path: Path) -> None:
+    env = FakeGym(rows=20, batch_size=6)
+    train([FakeAgent(0, right_of_group=0), FakeAgent(1)], env, max_steps=6, checkpoint_path="r")
+    lines = (tmp_path / "r" / "completions.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert len(records) == 8  # the first completion of four groups, per agent
+    assert records[0] == {
+        "iteration": 1,
+        "agent": 0,
+        "question": "q0",
+        "completion": "99",
+        "answer": "10",
+        "reward": 0.0,
+    }
+    assert (records[4]["question"], records[4]["completion"], records[4]["reward"]) == (
+        "q6",
+        "16",
+        1.0,
+    )
+
+
+def test_completions_survive_odd_text_and_answers(tmp_path: Path) -> None:
+    file = CompletionsFile(tmp_path / "c.jsonl")
+    file.write(1, 0, [Sample("näh\n{x}", "\ud800 \u2028", {Path("a").name, "a"}, 0.5)])
+    file.close()
+    raw = (tmp_path / "c.jsonl").read_bytes()
+    assert raw.count(b"\n") == 1
+    assert "näh".encode() in raw
+    record = json.loads(raw)
+    assert (record["question"], record["completion"], record["answer"]) == (
+        "näh\n{x}",
+        "\ud800 \u2028",
+        "{'a'}",
+    )
+
+
+def test_new_columns_widen_the_file(tmp_path: Path) -> None:
+    metrics = MetricsCsv(tmp_path / "metrics.csv")
+    metrics.write({"iteration": 0, "agent": 0, "steps": 0, "fitness": 0.5})
+    metrics.write({"iteration": 1, "agent": 0, "steps": 2, "new": 1.5})
+    # Readable while the run goes on.
+    rows = read_metrics(tmp_path)
+    metrics.close(failed=False)
+    assert [(row["iteration"], row["fitness"], row["new"]) for row in rows] == [
+        ("0", "0.5", ""),
+        ("1", "", "1.5"),
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def write_rows_for_ever(path: Path, acknowledge: Connection) -> None:
+    metrics = MetricsCsv(path)
+    for i in range(10**9):
+        row: dict[str, float] = {"iteration": i, "agent": 0, "steps": 2 * i, "wall_seconds": 0.5}
+        if i % 50 == 0 and i < 5000:
+            row[f"column_{i}"] = i  # has the file written anew
+        metrics.write(row)
+        acknowledge.send(i)
+
+
+@pytest.mark.parametrize("kill_after", [0, 3, 49, 51, 101, 333, 500])
+def test_a_kill_while_writing_keeps_earlier_rows(kill_after: int, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=write_rows_for_ever, args=(path, sender))
+    process.start()
+    sender.close()
+    while receiver.recv() < kill_after:
+        pass
+    process.kill()
+    process.join()
+    last = kill_after
+    while receiver.poll():
+        try:
+            last = receiver.recv()
+        except EOFError:
+            break
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))[: last + 1]
+    assert [row["iteration"] for row in rows] == [str(i) for i in range(last + 1)]
+    assert all(row["wall_seconds"] == "0.5" for row in rows)
+
+
+def test_an_earlier_run_in_the_folder_is_moved_aside(tmp_path: Path) -> None:
+    options = {"checkpoint_path": "r", "checkpoint_steps": 1, "tensorboard": True}
+    train([FakeAgent(algo="GRPO")], **options)
+    before = (tmp_path / "r" / "metrics.csv").read_text()
+    (tmp_path / "r" / "iteration_00000007.partial").mkdir()
+    (tmp_path / "r" / "notes.txt").write_text("mine")
+    train([FakeAgent(algo="CISPO")], max_steps=2, **options)
+    train([FakeAgent(algo="CISPO")], max_steps=2, **options)
+    moved = tmp_path / "r" / "earlier_run_1"
+    assert (moved / "metrics.csv").read_text() == before
+    assert json.loads((moved / "config.json").read_text())["population"][0]["algo"] == "GRPO"
+    assert sorted(path.name for path in moved.iterdir()) == [
+        "completions.jsonl",
+        "config.json",
+        "iteration_00000001",
+        "iteration_00000002",
+        "iteration_00000007.partial",
+        "metrics.csv",
+        "tensorboard",
+    ]
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == [
+        "completions.jsonl",
+        "config.json",
+        "earlier_run_1",
+        "earlier_run_2",
+        "iteration_00000001",
+        "metrics.csv",
+        "notes.txt",
+        "tensorboard",
+    ]
+    assert len(read_metrics(tmp_path / "r")) == 2
+
+
+def test_config_notes_the_facts(tmp_path: Path) -> None:
+    facts = {"MODEL": "tiny", "lr": 1e-4, 3: Path("x")}
+    train([FakeAgent(2)], init_hp=facts, checkpoint_path=tmp_path / "r")
+    config = json.loads((tmp_path / "r" / "config.json").read_text())
+    assert config["init_hp"] == {"MODEL": "tiny", "lr": 1e-4, "3": "x"}
+    assert config["population"] == [{"index": 2, "algo": "GSPO"}]
+    assert config["arguments"]["max_steps"] == 4
+    assert config["environment"] == "digits"
+    assert config["run"].startswith("GSPO-digits-")
+
+
+def test_tensorboard_event_files(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train([FakeAgent(0), FakeAgent(1)], tensorboard=True, tensorboard_log_dir="t")
+    (run,) = (tmp_path / "t").iterdir()
+    assert run.name.startswith("GSPO-digits-")
+    events = EventAccumulator(str(run)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("agent_0/reward_mean")] == [
+        (1, 0.5),
+        (2, 0.5),
+    ]
+    assert [e.step for e in events.Scalars("agent_1/fitness")] == [0, 2]
+    assert [e.value for e in events.Scalars("agent_1/mean_kl")] == [0.25, 0.5]
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    code = f"""
+from training_fakes import FakeAgent, FakeGym
+from agilerl.training.train_llm import finetune_llm_reasoning
+finetune_llm_reasoning(
+    [FakeAgent(0, algo="CISPO"), FakeAgent(1, algo="CISPO")], FakeGym(), max_steps=4,
+    init_hp={{"fact": "tiny-model", "path": FakeGym}}, wb=True, verbose=False, checkpoint_path="r",
+    wandb_kwargs={{"project": "our-project", "settings": {{"silent": True}}}},
+    wandb_api_key="{API_KEY}",
+)
+"""
+    result = python(code, WANDB_MODE="offline", HOME=str(tmp_path / "home"))
+    assert result.returncode == 0, result.stderr
+    (data,) = (tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = data.read_bytes()
+    for expected in (
+        "our-project",
+        "CISPO-digits-",
+        "tiny-model",
+        "agent_0/reward_mean",
+        "agent_1/",
+    ):
+        assert expected.encode() in content, expected
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) > 5
+    assert not [path for path in written if API_KEY.encode() in path.read_bytes()]
+
+
+def test_without_the_packages(tmp_path: Path) -> None:
+    # None in sys.modules is how Python itself marks a module that cannot be imported.
+    code = """
+import sys
+sys.modules["wandb"] = sys.modules["tensorboard"] = None
+from agilerl.training.train_llm import finetune_llm_reasoning
+from training_fakes import FakeAgent, FakeGym
+finetune_llm_reasoning([FakeAgent()], FakeGym(), max_steps=2, verbose=False)
+print("trained")
+for argument in ("wb", "tensorboard"):
+    try:
+        finetune_llm_reasoning([FakeAgent()], FakeGym(), max_steps=2, **{argument: True})
+    except ImportError as error:
+        print(error)
+"""
+    result = python(code)
+    assert result.stdout.splitlines() == [
+        "trained",
+        "wb=True needs the package wandb: pip install 'agilerl[logging]'",
+        "tensorboard=True needs the package tensorboard: pip install 'agilerl[logging]'",
+    ], result.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_importing_warns_of_nothing_and_loads_no_tracker() -> None:
+    code = """
+import sys
+import agilerl.training.train_llm
+print([name for name in ("wandb", "tensorboard") if name in sys.modules])
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
+def test_the_progress_bar_says_how_it_goes(capfd: pytest.CaptureFixture[str]) -> None:
+    train([FakeAgent()], verbose=True, max_steps=3)
+    shown = capfd.readouterr()
+    assert "Run directory: runs/GSPO-digits-" in shown.out
+    last = shown.err.rstrip().rsplit("\r", 1)[-1]
+    assert "100%" in last
+    assert "3/3" in last
+    for part in ("reward=0.5", "accuracy=0.5", "KL=0.5", "tokens/s=", "fitness=0.333"):
+        assert part in last
+
+
+def test_time_left_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar(total=100, enabled=True)
+    time.sleep(0.2)
+    bar.update(10, [{"reward_mean": 0.25}])
+    bar.close()
+    assert "10/100 [00:00<00:" in capfd.readouterr().err
+
+
+def test_verbose_false_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    train([FakeAgent()])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_passes_over_shared_data_are_divided_among_agents(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    train([FakeAgent(0), FakeAgent(1)], FakeGym(rows=8), max_steps=None, num_epochs=1, verbose=True)
+    assert "4/4" in capfd.readouterr().err
+
+
+def test_training_in_a_thread_works(tmp_path: Path) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    agent = FakeAgent()
+    thread = threading.Thread(target=train, args=([agent],))
+    thread.start()
+    thread.join()
+    assert len(agent.learned) == 2
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

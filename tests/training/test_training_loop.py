@@ -1,0 +1,202 @@
+"""What the loop does, counted by hand on the five rows of the fake environment."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_fakes import FakeAgent, FakeGym
+
+from agilerl.training.loop import accuracy, has_reward_variance, reward_statistics, time_statistics
+from agilerl.training.protocols import Experience
+from agilerl.training.train_llm import finetune_llm_reasoning
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def train(pop: list[FakeAgent], env: FakeGym | None = None, **options: Any) -> list[FakeAgent]:
+    if env is None and "env_fn" not in options:
+        env = FakeGym()
+    return finetune_llm_reasoning(pop, env, **{"verbose": False, **options})
+
+
+def test_signature_is_the_contract() -> None:
+    parameters = inspect.signature(finetune_llm_reasoning).parameters
+    assert {name: p.default for name, p in parameters.items() if name != "pop"} == {
+        "env": None,
+        "env_fn": None,
+        "init_hp": None,
+        "save_elite": None,
+        "elite_path": None,
+        "wb": False,
+        "tensorboard": False,
+        "tensorboard_log_dir": None,
+        "evo_steps": None,
+        "checkpoint_steps": None,
+        "checkpoint_path": None,
+        "tournament": None,
+        "mutation": None,
+        "wandb_api_key": None,
+        "wandb_kwargs": None,
+        "evaluation_interval": 10,
+        "max_reward": None,
+        "verbose": True,
+        "accelerator": None,
+        "max_steps": None,
+        "num_epochs": None,
+        "resume_from": None,
+    }
+    assert list(parameters)[:4] == ["pop", "env", "env_fn", "init_hp"]
+    assert list(parameters)[-4:] == ["accelerator", "max_steps", "num_epochs", "resume_from"]
+
+
+def test_history_of_one_agent() -> None:
+    # Batches of 2, 2, 1 prompts. Evaluations: before, after iteration 2, at the end (iteration 3).
+    agent = FakeAgent(skill=[0, 3, 1])
+    pop = [agent]
+    assert train(pop, max_steps=5, evaluation_interval=2) is pop
+    assert agent.fitness == pytest.approx([0, 1, 1 / 3])
+    assert agent.steps == [0, 0, 4, 5]
+    assert agent.scores == [0.5, 0.5, 0.5]
+    assert [entry["rewards"].tolist() for entry in agent.learned] == [
+        [[1, 0], [1, 0]],
+        [[1, 0], [1, 0]],
+        [[1, 0]],
+    ]
+    assert all(entry["sampling_logps"] is not None for entry in agent.learned)
+
+
+def test_no_second_evaluation_at_the_end() -> None:
+    agent = FakeAgent()
+    train([agent], max_steps=4, evaluation_interval=1)
+    assert (len(agent.fitness), agent.steps) == (3, [0, 0, 2, 4])
+
+
+@pytest.mark.parametrize(("max_steps", "iterations"), [(1, 1), (2, 1), (3, 2), (4, 2), (6, 4)])
+def test_max_steps_ends_with_the_batch_that_reaches_it(max_steps: int, iterations: int) -> None:
+    agent = FakeAgent()
+    train([agent], max_steps=max_steps)
+    assert len(agent.learned) == iterations
+
+
+def test_steps_go_on_in_a_second_call() -> None:
+    agent, env = FakeAgent(), FakeGym(rows=4)
+    train([agent], env, max_steps=2)
+    train([agent], env, max_steps=2)
+    assert len(agent.learned) == 2
+    assert agent.steps == [0, 0, 2, 2, 4]
+
+
+@pytest.mark.parametrize(("epochs", "iterations"), [(1, 3), (2, 6)])
+def test_num_epochs_counts_passes_of_this_call(epochs: int, iterations: int) -> None:
+    agent, env = FakeAgent(), FakeGym()
+    env.num_epochs = 7
+    train([agent], env, num_epochs=epochs)
+    assert len(agent.learned) == iterations
+    assert agent.trackers[0] == 7
+    assert len(agent.trackers) == iterations
+
+
+def test_whichever_bound_comes_first() -> None:
+    agent = FakeAgent()
+    train([agent], num_epochs=100, max_steps=4)
+    assert len(agent.learned) == 2
+
+
+def test_a_shared_environment_deals_its_batches_in_turn() -> None:
+    pop, env = [FakeAgent(0), FakeAgent(1)], FakeGym(rows=6)
+    train(pop, env, max_steps=4)
+    # Two iterations of two agents, and the batch that was pending at the end.
+    assert env.seen == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
+    assert [len(agent.learned) for agent in pop] == [2, 2]
+
+
+def test_env_fn_makes_one_environment_per_agent() -> None:
+    made: list[FakeGym] = []
+
+    def env_fn() -> FakeGym:
+        made.append(FakeGym(rows=6))
+        return made[-1]
+
+    train([FakeAgent(0), FakeAgent(1)], env_fn=env_fn, max_steps=4)
+    assert [env.seen for env in made] == [[[0, 1], [2, 3], [4, 5]]] * 2
+
+
+def test_raw_completions_are_accepted() -> None:
+    agent = FakeAgent()
+    train([agent], FakeGym(return_raw_completions=True), max_steps=4)
+    assert agent.scores == [0.5, 0.5]
+
+
+def test_the_elite_is_the_best_agent_when_it_was_best(tmp_path: Path) -> None:
+    # Best of all: agent 4 after one iteration. It gets worse later, and agent 2 only draws level.
+    pop = [FakeAgent(2, skill=[0, 1, 2]), FakeAgent(4, skill=[1, 2, 0])]
+    train(pop, max_steps=4, evaluation_interval=1, save_elite=True, elite_path=tmp_path / "elite")
+    saved = json.loads((tmp_path / "elite" / "agent.json").read_text())
+    assert saved == {"index": 4, "learned": 1, "optimizer": True}
+
+
+def test_a_window_without_reward_variance_is_said_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    stuck, fine = FakeAgent(0, right_of_group=0), FakeAgent(1)
+    with caplog.at_level(logging.WARNING):
+        train([stuck, fine], FakeGym(rows=100), max_steps=2 * 19)
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 1
+    assert "GSPO agent 0 learns nothing" in warned[0]
+    assert "(1 to 10)" in warned[0]
+
+
+def test_one_varied_group_restarts_the_window(caplog: pytest.LogCaptureFixture) -> None:
+    def learn_once(agent: FakeAgent) -> None:
+        agent.right_of_group = 1 if len(agent.learned) == 8 else 2
+
+    agent = FakeAgent(right_of_group=2, on_learn=learn_once)
+    with caplog.at_level(logging.WARNING):
+        train([agent], FakeGym(rows=100), max_steps=2 * 19)
+    assert not caplog.records
+
+
+def test_reward_statistics_by_hand() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [3.0, 0.0]])
+    assert reward_statistics(rewards, 1.0) == pytest.approx(
+        {"reward_mean": 1.0, "reward_std": 1.5**0.5, "accuracy": 0.5}
+    )
+    assert reward_statistics(torch.tensor([[2.0]]), 1.0)["reward_std"] == 0
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.3, 1.1, 1.3])
+def test_accuracy_counts_rewards_that_equal_the_threshold(threshold: float) -> None:
+    assert accuracy(torch.tensor([[threshold, threshold - 0.01]]), threshold) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [([[1.0, 1.0], [0.0, 0.0]], False), ([[1.0, 1.0], [0.0, 0.1]], True), ([[1.0], [0.0]], False)],
+)
+def test_variance_is_looked_for_inside_groups(rewards: list[list[float]], expected: bool) -> None:
+    assert has_reward_variance(torch.tensor(rewards)) is expected
+
+
+def test_time_statistics_by_hand() -> None:
+    experience = Experience(
+        experiences=([], [], None),
+        rewards=torch.zeros(1, 1),
+        steps=1,
+        generated_tokens=60,
+        generation_seconds=2.0,
+        environment_seconds=1.0,
+    )
+    assert time_statistics(experience, 3.0) == {
+        "tokens_per_second": 10.0,
+        "generation_seconds": 2.0,
+        "environment_seconds": 1.0,
+        "learning_seconds": 3.0,
+    }

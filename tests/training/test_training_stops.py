@@ -1,0 +1,305 @@
+"""Checkpoints, and what is left behind by signals, crashes and kills."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_fakes import FakeAgent, FakeGym
+
+from agilerl.training.interrupts import GracefulStop
+from agilerl.training.train_llm import finetune_llm_reasoning
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def train(pop: list[FakeAgent], env: FakeGym | None = None, **options: Any) -> list[FakeAgent]:
+    return finetune_llm_reasoning(pop, env or FakeGym(), **{"verbose": False, **options})
+
+
+def children(path: Path) -> list[str]:
+    return sorted(child.name for child in path.iterdir() if child.is_dir())
+
+
+def send(number: signal.Signals, in_iteration: int) -> Any:
+    def on_learn(agent: FakeAgent) -> None:
+        if len(agent.learned) + 1 == in_iteration:
+            os.kill(os.getpid(), number)
+
+    return on_learn
+
+
+def test_a_checkpoint_holds_the_population_and_the_runs_state(tmp_path: Path) -> None:
+    pop = [FakeAgent(0, skill=[1, 0]), FakeAgent(5, skill=[0, 2, 1])]
+    train(
+        pop,
+        FakeGym(rows=8),
+        max_steps=6,
+        evaluation_interval=1,
+        checkpoint_steps=2,
+        checkpoint_path="c",
+    )
+    assert children(tmp_path / "c") == ["iteration_00000002"]
+    child = tmp_path / "c" / "iteration_00000002"
+    assert sorted(path.name for path in child.iterdir()) == ["agent_0", "agent_5", "run_state.json"]
+    saved = json.loads((child / "agent_5" / "agent.json").read_text())
+    assert saved == {"index": 5, "learned": 2, "optimizer": True}
+    state = json.loads((child / "run_state.json").read_text())
+    assert state["iteration"] == 2
+    assert state["best"] == {
+        "agent_index": 5,
+        "fitness": pytest.approx(2 / 3),
+        "iteration": 1,
+    }
+    # Four batches of two are consumed, the first of the second pass is pending.
+    assert state["environments"] == [{"epoch": 1, "position": 2}]
+    second = state["agents"][1]
+    assert (second["index"], second["folder"], second["environment"]) == (5, "agent_5", 0)
+    assert (second["steps"], second["steps_of_run"]) == (4, 4)
+    assert second["fitness_history"] == pytest.approx([0, 2 / 3, 1 / 3])
+    assert second["step_history"] == [0, 0, 2, 4]
+    assert second["score_history"] == [0.5, 0.5]
+
+
+def test_environments_of_their_own_are_saved_one_by_one(tmp_path: Path) -> None:
+    finetune_llm_reasoning(
+        [FakeAgent(0), FakeAgent(1)],
+        env_fn=FakeGym,
+        max_steps=2,
+        checkpoint_steps=1,
+        checkpoint_path="c",
+        verbose=False,
+    )
+    state = json.loads((tmp_path / "c" / "iteration_00000001" / "run_state.json").read_text())
+    assert [agent["environment"] for agent in state["agents"]] == [0, 1]
+    assert state["environments"] == [{"epoch": 0, "position": 4}] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_iteration_saves_and_returns(
+    number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: Any
+) -> None:
+    handlers = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
+    pop = [FakeAgent(0, on_learn=send(number, in_iteration=2)), FakeAgent(1)]
+    with caplog.at_level(logging.INFO):
+        returned = train(
+            pop,
+            FakeGym(rows=99),
+            max_steps=90,
+            save_elite=True,
+            elite_path="e",
+            checkpoint_path="c",
+        )
+    assert returned is pop
+    assert [len(agent.learned) for agent in pop] == [2, 2]
+    assert [agent.steps for agent in pop] == [[0, 0, 4]] * 2
+    assert [len(agent.fitness) for agent in pop] == [1, 1]
+    assert children(tmp_path / "c") == ["iteration_00000002"]
+    assert len((tmp_path / "c" / "metrics.csv").read_text().splitlines()) == 1 + 3 * 2
+    shown = capfd.readouterr()
+    expected = (
+        f"Stopped by {number.name} after iteration 2. Saved to c/iteration_00000002; "
+        "the best agent so far is in e"
+    )
+    assert expected in shown.out
+    assert expected in caplog.messages
+    assert "finishing this iteration" in shown.err
+    assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == handlers
+
+
+def test_a_stop_on_a_checkpointed_iteration_writes_it_once(tmp_path: Path) -> None:
+    saves: list[int] = []
+    agent = FakeAgent(
+        on_learn=send(signal.SIGTERM, in_iteration=2),
+        on_save=lambda agent: saves.append(len(agent.learned)),
+    )
+    train([agent], FakeGym(rows=99), max_steps=90, checkpoint_steps=2, checkpoint_path="c")
+    assert saves == [2]
+    assert children(tmp_path / "c") == ["iteration_00000002"]
+
+
+def test_a_stop_during_the_first_evaluation(tmp_path: Path) -> None:
+    agent = FakeAgent()
+    env = FakeGym()
+    env.reward = lambda completion, answer: os.kill(os.getpid(), signal.SIGTERM) or 0.0
+    train([agent], env, max_steps=90, checkpoint_path="c")
+    assert not agent.learned
+    assert children(tmp_path / "c") == ["iteration_00000000"]
+
+
+def test_a_second_ctrl_c_raises_at_once(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def twice(agent: FakeAgent) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        raise AssertionError("still learning")
+
+    with pytest.raises(KeyboardInterrupt):
+        train([FakeAgent(on_learn=twice)], max_steps=90, checkpoint_path="c")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert children(tmp_path / "c") == []
+
+
+def test_a_second_sigterm_changes_nothing() -> None:
+    with GracefulStop() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        assert stop.requested == "SIGTERM"
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with GracefulStop() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            assert stop.requested is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def start(code: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+    )
+
+
+SLOW_RUN = """
+import time
+from training_fakes import FakeAgent, FakeGym
+from agilerl.training.train_llm import finetune_llm_reasoning
+def learn(agent):
+    print("learning", len(agent.learned), flush=True)
+    time.sleep(0.2)
+(agent,) = finetune_llm_reasoning(
+    [FakeAgent(on_learn=learn)], FakeGym(), max_steps=10**6, checkpoint_path="c"
+)
+print("returned", len(agent.learned), agent.steps[-1] > 0, flush=True)
+"""
+
+
+def test_sigterm_to_a_real_process(tmp_path: Path) -> None:
+    process = start(SLOW_RUN)
+    assert process.stdout is not None
+    while "learning 1" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "Stopped by SIGTERM after iteration 2. Saved to c/iteration_00000002" in out
+    assert "returned 2 True" in out
+    saved = json.loads((tmp_path / "c/iteration_00000002/agent_0/agent.json").read_text())
+    assert saved["learned"] == 2
+    assert (tmp_path / "c/iteration_00000002/run_state.json").is_file()
+
+
+def test_a_kill_while_saving_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    code = """
+import time
+from training_fakes import FakeAgent, FakeGym
+from agilerl.training.train_llm import finetune_llm_reasoning
+def save(agent):
+    print("saving", len(agent.learned), flush=True)
+    if len(agent.learned) == 2:
+        time.sleep(60)
+finetune_llm_reasoning(
+    [FakeAgent(on_save=save)], FakeGym(), max_steps=9, checkpoint_steps=1, checkpoint_path="c",
+    verbose=False,
+)
+"""
+    process = start(code)
+    assert process.stdout is not None
+    while "saving 2" not in process.stdout.readline():
+        pass
+    process.kill()
+    process.communicate()
+    assert children(tmp_path / "c") == ["iteration_00000001", "iteration_00000002.partial"]
+    assert (tmp_path / "c/iteration_00000001/agent_0/agent.json").is_file()
+
+
+def fail(agent: FakeAgent) -> None:
+    if len(agent.learned) == 1:
+        raise RuntimeError("loss is not finite")
+
+
+def test_a_crash_saves_what_was_trained(tmp_path: Path, caplog: Any) -> None:
+    handlers = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
+    pop = [FakeAgent(0), FakeAgent(1, on_learn=fail)]
+    with pytest.raises(RuntimeError, match="loss is not finite") as caught:
+        train(pop, max_steps=90, checkpoint_path="c")
+    where = "c/crashed_in_iteration_00000002"
+    assert caught.value.__notes__ == [
+        f"Iteration 2 failed. The agents were saved to {where}",
+    ]
+    assert where in caplog.text
+    assert children(tmp_path / "c") == ["crashed_in_iteration_00000002"]
+    saved = json.loads((tmp_path / where / "agent_0" / "agent.json").read_text())
+    assert saved["learned"] == 2
+    # Agent 0 had finished iteration 2: its row is there, agent 1's is not.
+    rows = (tmp_path / "c" / "metrics.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[:2] for row in rows] == [
+        ["0", "0"],
+        ["0", "1"],
+        ["1", "0"],
+        ["1", "1"],
+        ["2", "0"],
+    ]
+    assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == handlers
+
+
+def test_a_crash_of_the_environment_saves_too(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def reward(completion: str, answer: str) -> float:
+        calls.append(completion)
+        if len(calls) > 3 + 4:  # the first evaluation and the first batch
+            raise ZeroDivisionError("reward_fn")
+        return 0.0
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        train([FakeAgent()], FakeGym(reward=reward), max_steps=90, checkpoint_path="c")
+    assert "crashed_in_iteration_00000002" in caught.value.__notes__[0]
+    assert children(tmp_path / "c") == ["crashed_in_iteration_00000002"]
+
+
+def test_a_crash_before_training_has_nothing_to_save(tmp_path: Path) -> None:
+    def reward(completion: str, answer: str) -> float:
+        raise ZeroDivisionError("reward_fn")
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        train([FakeAgent()], FakeGym(reward=reward), max_steps=90, checkpoint_path="c")
+    assert caught.value.__notes__ == ["Nothing was trained yet. Logs are in c"]
+    assert children(tmp_path / "c") == []
+
+
+def test_a_failing_save_does_not_hide_the_crash(tmp_path: Path, caplog: Any) -> None:
+    def cannot(agent: FakeAgent) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(RuntimeError, match="loss is not finite") as caught:
+        train([FakeAgent(on_learn=fail, on_save=cannot)], max_steps=90, checkpoint_path="c")
+    assert "could not be saved (OSError('disk full')). Logs are in c" in caught.value.__notes__[0]
+    assert "disk full" in caplog.text
+    assert children(tmp_path / "c") == []
