@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -24,8 +25,12 @@ Row: TypeAlias = "dict[str, float]"
 class Agent(Protocol):
     """A population member, such as ``GRPO``: what the loop uses of it."""
 
-    algo: str
-    index: int
+    @property
+    def algo(self) -> str: ...
+
+    @property
+    def index(self) -> int: ...
+
     fitness: list[float]
     scores: list[float]
     steps: list[int]
@@ -48,11 +53,20 @@ class Agent(Protocol):
 class SingleTurnEnv(Protocol):
     """A dataset environment, such as ``ReasoningGym``."""
 
-    name: str
-    num_epochs: int
-    questions: Any
-    answers: Any
-    last_completions: Any
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_epochs(self) -> int: ...
+
+    @property
+    def questions(self) -> Sequence[str]: ...
+
+    @property
+    def answers(self) -> Sequence[Any]: ...
+
+    @property
+    def last_completions(self) -> list[list[str]]: ...
 
     def reset(self) -> Any: ...
 

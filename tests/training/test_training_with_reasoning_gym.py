@@ -1,0 +1,104 @@
+"""The loop on the real ``ReasoningGym``: every row once an epoch, evaluations in between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from training_fakes import FakeAgent
+
+from agilerl.llm_envs import ReasoningGym
+from agilerl.testing import byte_tokenizer
+from agilerl.training.train_llm import finetune_llm_reasoning
+from agilerl.typing import ActionResult
+
+TOKENIZER = byte_tokenizer()
+
+
+class WritingAgent(FakeAgent):
+    """Writes ``yes`` and ``no`` to every prompt in training, ``yes`` in evaluation."""
+
+    def get_action(self, obs: list[dict[str, Any]], training: bool = True) -> ActionResult:
+        ids, masks = [], []
+        for prompt in obs:
+            start = prompt["input_ids"][0].tolist()
+            texts = [TOKENIZER.encode("yes"), TOKENIZER.encode("no")][: 2 if training else 1]
+            rows = [start + text + [TOKENIZER.pad_token_id] * (3 - len(text)) for text in texts]
+            ids.append(torch.tensor(rows))
+            generated = [
+                [False] * (len(start) - 1) + [i < len(text) for i in range(3)] for text in texts
+            ]
+            masks.append(torch.tensor(generated))
+        return ActionResult(ids, masks)
+
+    def test(self, env: ReasoningGym) -> np.ndarray:
+        rewards = []
+        with env.eval_mode():
+            prompts = env.reset()
+            while prompts:
+                action = self.get_action(prompts, training=False)
+                prompts, scored = env.step(action.completion_ids)[:2]
+                rewards.append(scored.flatten().numpy())
+        self.fitness.append(float(np.concatenate(rewards).mean()))
+        return np.concatenate(rewards)
+
+
+def rows(prefix: str, answers: list[str]) -> Dataset:
+    return Dataset.from_list(
+        [{"question": f"{prefix}{i}?", "answer": answer} for i, answer in enumerate(answers)]
+    )
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_two_epochs_with_evaluations_in_between(raw: bool, tmp_path: Path) -> None:
+    scored: list[str] = []
+
+    def reward_fn(completion: str, answer: str, question: str) -> float:
+        scored.append(question)
+        return float(completion == answer)
+
+    def make_env() -> ReasoningGym:
+        return ReasoningGym(
+            rows("train", ["yes", "no", "yes", "maybe", "no"]),
+            rows("test", ["yes", "no", "yes", "yes"]),
+            TOKENIZER,
+            reward_fn,
+            [{"role": "user", "content": "{question}"}],
+            data_batch_size_per_gpu=2,
+            eval_batch_size=3,
+            return_raw_completions=raw,
+        )
+
+    env, agent = make_env(), WritingAgent()
+    finetune_llm_reasoning(
+        [agent],
+        env,
+        num_epochs=2,
+        evaluation_interval=2,
+        checkpoint_steps=4,
+        checkpoint_path=tmp_path,
+        verbose=False,
+    )
+    # Three batches an epoch; evaluated before and after iterations 2, 4 and 6.
+    assert agent.fitness == [0.75] * 4
+    assert agent.steps == [0, 0, 4, 7, 10]
+    counts = {question: scored.count(question) for question in scored}
+    assert counts == {f"train{i}?": 2 * 2 for i in range(5)} | {f"test{i}?": 4 for i in range(4)}
+
+    lines = (tmp_path / "completions.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 10
+    for sample in samples:
+        assert sample["completion"] == "yes"
+        assert sample["reward"] == float(sample["answer"] == "yes")
+
+    state = json.loads((tmp_path / "iteration_00000004" / "run_state.json").read_text())
+    restored = make_env()
+    restored.load_state_dict(state["environments"][0])
+    restored.reset()
+    assert restored.questions == [sample["question"] for sample in samples[7:9]]
