@@ -1,0 +1,178 @@
+"""The two sides. Each runs in a process of its own, which does one step whenever it is told to.
+
+Both get the texts of a step before the clock starts (TRL as a dataset, this library as tokens), and
+both count the reward function. A step ends after the optimizer step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from measure import MemoryPeak, StepTimer
+from workloads import Workload, build_model, lora_config, reward, step_prompts
+
+
+def run_side(
+    side: str, connection: Connection, workload: Workload, steps: int, threads: int
+) -> None:
+    """Build one side, then answer every message with the report of one step, ``steps`` times.
+
+    Args:
+        side: ``"agilerl"`` or ``"trl"``.
+        connection: Sends ``{"ready": True}`` once built, then one report per message received.
+        workload: What to run.
+        steps: Warm-up and measured steps together.
+        threads: CPU threads torch may use.
+    """
+    torch.set_num_threads(threads)
+    {"agilerl": run_agilerl, "trl": run_trl}[side](connection, workload, steps)
+
+
+def run_agilerl(connection: Connection, workload: Workload, steps: int) -> None:
+    """One step is ``get_action``, the rewards and ``learn``."""
+    from agilerl.algorithms import GRPO
+    from agilerl.testing import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    model = build_model(workload)
+    memory = MemoryPeak()
+    agent = GRPO(
+        actor_network=model,
+        pad_token_id=tokenizer.pad_token_id,
+        pad_token=tokenizer.pad_token,
+        lora_config=lora_config(workload),
+        batch_size=workload.sequences,
+        micro_batch_size_per_gpu=workload.micro_batch_size,
+        group_size=workload.group_size,
+        beta=workload.beta,
+        lr=workload.lr,
+        max_grad_norm=workload.max_grad_norm,
+        max_output_tokens=workload.new_tokens,
+        min_output_tokens=workload.new_tokens,
+        max_model_len=workload.max_model_len,
+        temperature=workload.temperature,
+        top_p=workload.top_p,
+        top_k=workload.top_k,
+        gradient_checkpointing=False,
+        seed=workload.seed,
+    )
+    connection.send({"ready": True})
+    for step in range(steps):
+        prompts = [
+            {**tokenizer(text, return_tensors="pt"), "text": text}
+            for text in step_prompts(workload, step)
+        ]
+        connection.recv()
+        timer = StepTimer()
+        with timer.generation():
+            result = agent.get_action(prompts)
+        completions = [
+            [row[1:][mask].tolist() for row, mask in zip(ids, masks, strict=True)]
+            for ids, masks in zip(result.completion_ids, result.action_masks, strict=True)
+        ]
+        rewards = torch.tensor([[reward(row) for row in group] for group in completions])
+        agent.learn((result.completion_ids, result.action_masks, rewards))
+        seconds = timer.stop()
+        lengths = [len(row) for group in completions for row in group]
+        connection.send(_report(seconds, lengths, rewards.flatten().tolist(), memory))
+
+
+def run_trl(connection: Connection, workload: Workload, steps: int) -> None:
+    """One step is what ``GRPOTrainer.train`` does between its step callbacks.
+
+    The trainer owns the loop, so the callback that begins a step waits for the message.
+    """
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from agilerl.testing import byte_tokenizer
+
+    timer = StepTimer()
+    rewards: list[float] = []
+    lengths: list[int] = []
+
+    def reward_function(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        lengths[:] = map(len, completion_ids)
+        rewards[:] = map(reward, completion_ids)
+        return list(rewards)
+
+    class Steps(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            nonlocal timer
+            connection.recv()
+            timer = StepTimer()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            connection.send(_report(timer.stop(), lengths, rewards, memory))
+
+    def timed(generate: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with timer.generation():
+                return generate(*args, **kwargs)
+
+        return wrapper
+
+    with tempfile.TemporaryDirectory() as output_dir:
+        config = GRPOConfig(**_trl_settings(workload, steps), output_dir=output_dir)
+        texts = [text for step in range(steps) for text in step_prompts(workload, step)]
+        tokenizer = byte_tokenizer()
+        model = build_model(workload)
+        memory = MemoryPeak()
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward_function,
+            args=config,
+            train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
+            processing_class=tokenizer,
+            peft_config=lora_config(workload),
+            callbacks=[Steps()],
+        )
+        trainer._generate_single_turn = timed(trainer._generate_single_turn)
+        connection.send({"ready": True})
+        trainer.train()
+
+
+def _trl_settings(workload: Workload, steps: int) -> dict[str, Any]:
+    return {
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": workload.micro_batch_size,
+        "gradient_accumulation_steps": workload.sequences // workload.micro_batch_size,
+        "num_generations": workload.group_size,
+        "num_iterations": 1,
+        "max_steps": steps,
+        "loss_type": "grpo",
+        "beta": workload.beta,
+        "learning_rate": workload.lr,
+        "max_grad_norm": workload.max_grad_norm,
+        "max_completion_length": workload.new_tokens,
+        "generation_kwargs": {"min_new_tokens": workload.new_tokens},
+        "temperature": workload.temperature,
+        "top_p": workload.top_p,
+        "top_k": workload.top_k,
+        "shuffle_dataset": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": workload.seed,
+    }
+
+
+def _report(
+    seconds: dict[str, float], lengths: list[int], rewards: list[float], memory: MemoryPeak
+) -> dict[str, Any]:
+    return {
+        "seconds": seconds,
+        "completions": len(lengths),
+        "shortest_completion": min(lengths),
+        "longest_completion": max(lengths),
+        "reward_mean": sum(rewards) / len(rewards),
+        "memory_bytes": memory.read(),
+    }
