@@ -48,7 +48,7 @@ format: install
 # Run in a fresh environment after changing a range in pyproject.toml. The local part of torch's
 # version (+cpu, +cu130) is dropped: it names a build, not a version.
 constraints: install $(VENV)/.installed-bench
-	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9]*$$//' > constraints.tmp
+	$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+[a-z0-9]*$$//' > constraints.tmp
 	mv constraints.tmp constraints.txt
 
 clean:
