@@ -1,0 +1,6 @@
+"""Base classes of the agents."""
+
+from agilerl.algorithms.core.evolvable import EvolvableAlgorithm
+from agilerl.algorithms.core.llm import LLMAlgorithm
+
+__all__ = ["EvolvableAlgorithm", "LLMAlgorithm"]

@@ -1,0 +1,207 @@
+"""Checks of the constructor's arguments: every bad value is named at once, with what is allowed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from agilerl.llm.losses import LOSS_TABLE, clip_band
+
+logger = logging.getLogger(__name__)
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+REDUCTIONS = ("sequence", "token", "constant", "sum")
+RATIO_LEVELS = ("token", "turn", "trajectory")
+GRANULARITIES = ("auto", "trajectory", "turn")
+
+# Accepted by the signature, not built yet: only the default is possible.
+NOT_YET = {
+    "accelerator": None,
+    "use_vllm": False,
+    "vllm_config": None,
+    "use_liger_loss": False,
+    "fused_loss_chunk_rows": None,
+    "use_sequence_packing": False,
+    "activation_offload": False,
+    "quantization_config": None,
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A real number (or integer) within limits."""
+
+    low: float
+    high: float = math.inf
+    integer: bool = False
+    optional: bool = False
+    open_low: bool = False
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raise TypeError or ValueError unless ``value`` fits."""
+        if value is None and self.optional:
+            return
+        kind, word = (Integral, "an integer") if self.integer else (Real, "a number")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            also = " or None" if self.optional else ""
+            raise TypeError(f"{name} is {value!r}; it must be {word}{also}")
+        inside = self.low < value if self.open_low else self.low <= value
+        if not (inside and value <= self.high) or math.isnan(value):
+            bracket = "(" if self.open_low else "["
+            end = "" if math.isinf(self.high) else f" and at most {self.high:g}"
+            least = "above" if bracket == "(" else "at least"
+            raise ValueError(f"{name} is {value}; it must be {least} {self.low:g}{end}")
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of a few values."""
+
+    allowed: tuple[Any, ...]
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raise ValueError unless ``value`` is one of them."""
+        if value not in self.allowed:
+            raise ValueError(
+                f"{name} is {value!r}; it must be one of {', '.join(map(repr, self.allowed))}"
+            )
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+
+
+def _clip_coef(name: str, value: Any) -> None:
+    pair = isinstance(value, tuple | list)
+    if pair and len(value) != 2:
+        raise ValueError(f"{name} is {value!r}; a tuple must be the band (lo, hi)")
+    for part in value if pair else (value,):
+        if not isinstance(part, Real) or isinstance(part, bool):
+            raise TypeError(f"{name} is {value!r}; it must be a number or a tuple (lo, hi)")
+    clip_band(value)
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(
+            f"{name} is {value!r}; it must be a string (tokenizer.{name}, or tokenizer.eos_token if None)"
+        )
+
+
+def _pad_token_id(name: str, value: Any) -> None:
+    if value is None:
+        raise ValueError(
+            "pad_token_id is None: this tokenizer has no pad token; pass tokenizer.eos_token_id"
+        )
+    Number(0, integer=True)(name, value)
+
+
+COUNT = Number(1, integer=True)
+OPTIONAL_COUNT = Number(1, integer=True, optional=True)
+
+RULES: dict[str, Callable[[str, Any], None]] = {
+    "pad_token_id": _pad_token_id,
+    "pad_token": _text,
+    "index": Number(0, integer=True),
+    "batch_size": COUNT,
+    "beta": Number(0),
+    "lr": Number(0, open_low=True),
+    "clip_coef": _clip_coef,
+    "max_grad_norm": Number(0, open_low=True),
+    "update_epochs": COUNT,
+    "group_size": COUNT,
+    "temperature": Number(0, open_low=True),
+    "repetition_penalty": Number(0, open_low=True),
+    "top_p": Number(0, 1, open_low=True),
+    "top_k": Number(0, integer=True, optional=True),
+    "min_p": Number(0, 1),
+    "use_memory_efficient_params": _flag,
+    "calc_position_embeddings": _flag,
+    "micro_batch_size_per_gpu": OPTIONAL_COUNT,
+    "max_output_tokens": OPTIONAL_COUNT,
+    "min_output_tokens": Number(0, integer=True, optional=True),
+    "max_model_len": Number(2, integer=True, optional=True),
+    "hf_generate_chunk_size": OPTIONAL_COUNT,
+    "wrap": _flag,
+    "clone": _flag,
+    "use_vllm": _flag,
+    "seed": Number(0, 2**63 - 1, integer=True),
+    "gradient_checkpointing": _flag,
+    "torch_compiler": OneOf((None, *COMPILE_MODES)),
+    "use_liger_loss": _flag,
+    "use_kl_advantage_shaping": _flag,
+    "adv_norm": OneOf(("mean_std", "mean_only")),
+    "loss_type": OneOf(tuple(LOSS_TABLE)),
+    "importance_sampling_level": OneOf((None, *RATIO_LEVELS)),
+    "advantage_granularity": OneOf(GRANULARITIES),
+    "action_granularity": OneOf((None, *GRANULARITIES)),
+    "use_separate_reference_adapter": _flag,
+    "whiten_advantages": _flag,
+    "adv_clip_range": Number(0, open_low=True, optional=True),
+    "filter_zero_adv": _flag,
+    "adv_filter_eps": Number(0),
+    "reduce_memory_peak": _flag,
+    "use_fused_linear_logprobs": _flag,
+    "cast_logprobs_to_fp32": _flag,
+    "fused_logprobs_chunk_rows": OPTIONAL_COUNT,
+    "activation_offload": _flag,
+    "fused_loss_chunk_rows": OPTIONAL_COUNT,
+    "vllm_importance_sampling_correction": _flag,
+    "vllm_importance_sampling_cap": Number(0, open_low=True),
+    "use_sequence_packing": _flag,
+    "loss_reduction": OneOf((None, *REDUCTIONS)),
+}
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check a constructor's arguments by name.
+
+    Raises:
+        TypeError: For a wrong type.
+        ValueError: For a value out of range, or two that contradict each other.
+        NotImplementedError: For an option whose machinery is not there yet.
+    """
+    for name, rule in RULES.items():
+        rule(name, arguments[name])
+    for name, default in NOT_YET.items():
+        if arguments[name] != default:
+            raise NotImplementedError(
+                f"{name}={arguments[name]!r} is not supported yet; leave it at {default!r}"
+            )
+    _check_pairs(arguments)
+    for name in ("reduce_memory_peak", "use_fused_linear_logprobs"):
+        if arguments[name]:
+            logger.info(
+                "%s has no effect: log-probs are always computed in memory-bounded tiles", name
+            )
+
+
+def _check_pairs(arguments: Mapping[str, Any]) -> None:
+    """Values that contradict each other."""
+    if arguments["actor_network"] is None and arguments["model_name"] is None:
+        raise ValueError(
+            "pass actor_network (a causal language model) or model_name (a name or path to load)"
+        )
+    least, most = arguments["min_output_tokens"], arguments["max_output_tokens"]
+    if least is not None and most is not None and least > most:
+        raise ValueError(f"min_output_tokens is {least}, more than max_output_tokens {most}")
+    if arguments["loss_reduction"] == "constant" and most is None:
+        raise ValueError('loss_reduction "constant" divides by max_output_tokens: set it')
+    micro, batch = arguments["micro_batch_size_per_gpu"], arguments["batch_size"]
+    if micro is not None and micro > batch:
+        raise ValueError(f"micro_batch_size_per_gpu is {micro}, more than batch_size {batch}")
+    if arguments["loss_type"] == "gspo" and arguments["importance_sampling_level"] in (
+        "token",
+        "turn",
+    ):
+        warnings.warn(
+            f"importance_sampling_level={arguments['importance_sampling_level']!r} has no effect with "
+            'loss_type "gspo", which pools the ratio over the trajectory',
+            stacklevel=5,
+        )

@@ -1,0 +1,216 @@
+"""EvolvableAlgorithm: an agent's identity, history and what evolution may read and change."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+
+from agilerl.algorithms.core.registry import HyperparameterConfig, NetworkGroup, OptimizerConfig
+
+
+class EvolvableAlgorithm:
+    """Base of all agents: a member of a population.
+
+    Args:
+        index: Place in the population.
+        hp_config: What mutation may change; None: nothing.
+
+    Attributes:
+        fitness: Mean evaluation reward, one per evaluation.
+        scores: Mean training reward, one per ``learn``.
+        steps: Cumulative steps, starting with 0.
+        mut: Name of the last mutation, None before any.
+    """
+
+    algo: str
+    # Attributes that clones copy by value; all else is built from the constructor's arguments.
+    _history = ("fitness", "scores", "steps", "mut", "reference_update_tracker")
+
+    def __init__(self, index: int, hp_config: HyperparameterConfig | None) -> None:
+        if hp_config is not None and not isinstance(hp_config, HyperparameterConfig):
+            raise TypeError(f"hp_config is {hp_config!r}; pass a HyperparameterConfig or None")
+        self._index = index
+        self._mut: Any = None
+        self.algo = type(self).__name__
+        self.hp_config = hp_config
+        self.fitness: list[float] = []
+        self.scores: list[float] = []
+        self.steps: list[int] = [0]
+        self.reference_update_tracker = 0
+        self._mutation_hooks: list[Callable[[], Any]] = []
+        self._network_groups: list[NetworkGroup] = []
+        self._optimizer_configs: list[OptimizerConfig] = []
+
+    @property
+    def index(self) -> int:
+        """Place in the population."""
+        return self._index
+
+    @index.setter
+    def index(self, value: int) -> None:
+        self._index = value
+
+    @property
+    def mut(self) -> Any:
+        """Name of the last mutation."""
+        return self._mut
+
+    @mut.setter
+    def mut(self, value: Any) -> None:
+        self._mut = value
+
+    def register_network_group(self, group: NetworkGroup) -> None:
+        """Declare a network by attribute name."""
+        self._network_groups.append(group)
+
+    def register_mutation_hook(self, hook: Callable[[], Any]) -> None:
+        """Have ``hook()`` called after every mutation of this agent."""
+        self._mutation_hooks.append(hook)
+
+    def mutation_hook(self) -> None:
+        """Call the registered hooks."""
+        for hook in self._mutation_hooks:
+            hook()
+
+    def get_lr_names(self) -> list[str]:
+        """Attributes that hold learning rates."""
+        return [config.lr for config in self._optimizer_configs]
+
+    def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
+        """Networks, and unless ``networks_only`` the optimizers, by attribute name."""
+        names = [group.eval_network for group in self._network_groups]
+        if not networks_only:
+            names += [config.name for config in self._optimizer_configs]
+        return {name: getattr(self, name) for name in names}
+
+    def get_policy(self) -> Any:
+        """The network that acts."""
+        (group,) = (group for group in self._network_groups if group.policy)
+        return getattr(self, group.eval_network)
+
+    @classmethod
+    def argument_names(cls) -> list[str]:
+        """Names of the constructor's arguments."""
+        return [name for name in inspect.signature(cls).parameters if name != "self"]
+
+    @staticmethod
+    def inspect_attributes(
+        agent: EvolvableAlgorithm, input_args_only: bool = False
+    ) -> dict[str, Any]:
+        """Attributes of an agent, without networks and optimizers.
+
+        Args:
+            agent: The agent.
+            input_args_only: Only those that are constructor arguments.
+        """
+        arguments = agent.argument_names()
+        if input_args_only:
+            # "clone" is the method; the network is no plain value.
+            return {
+                name: getattr(agent, name)
+                for name in arguments
+                if name not in ("actor_network", "clone")
+            }
+        evolvable = agent.evolvable_attributes()
+        public = {name: value for name, value in vars(agent).items() if not name.startswith("_")}
+        public |= {"index": agent.index, "mut": agent.mut}
+        return {name: value for name, value in public.items() if name not in evolvable}
+
+    @staticmethod
+    def copy_attributes(agent: EvolvableAlgorithm, clone: EvolvableAlgorithm) -> EvolvableAlgorithm:
+        """Copy history and hyperparameters of ``agent`` onto ``clone``, and return it."""
+        for name in agent._history:
+            setattr(clone, name, copy.deepcopy(getattr(agent, name)))
+        for name in agent.hp_config or ():
+            setattr(clone, name, getattr(agent, name))
+        return clone
+
+    @classmethod
+    def population(
+        cls,
+        size: int,
+        observation_space: Any = None,
+        action_space: Any = None,
+        wrapper_cls: type | None = None,
+        wrapper_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> list[Self]:
+        """Create ``size`` agents with indices 0 to ``size - 1``.
+
+        Args:
+            size: Members.
+            observation_space: Ignored: language models observe token ids.
+            action_space: Ignored likewise.
+            wrapper_cls: Wraps every agent, as ``wrapper_cls(agent, **wrapper_kwargs)``.
+            wrapper_kwargs: For the wrapper.
+            **kwargs: Constructor arguments. Hyperparameters in ``hp_config`` are drawn within their limits for each
+                agent.
+        """
+        if size < 1:
+            raise ValueError(f"size is {size}; a population needs at least one agent")
+        hp_config: HyperparameterConfig | None = kwargs.get("hp_config")
+        rng = random.Random(kwargs.get("seed", 42))
+        agents: list[Any] = []
+        for index in range(size):
+            sampled = (
+                {}
+                if hp_config is None
+                else {name: hp_config[name].sample(rng) for name in hp_config}
+            )
+            agent: Any = cls(**{**kwargs, **sampled, "index": index})
+            agents.append(
+                agent if wrapper_cls is None else wrapper_cls(agent, **(wrapper_kwargs or {}))
+            )
+        return agents
+
+    @staticmethod
+    def get_state_dim(observation_space: Any) -> tuple[Any, ...]:
+        """Input size of a network on a Gymnasium space (or a sequence or dict of them)."""
+        return _space_dim(observation_space)
+
+    @staticmethod
+    def get_action_dim(action_space: Any) -> tuple[Any, ...]:
+        """Output size of a network on a Gymnasium space (or a sequence or dict of them)."""
+        return _space_dim(action_space)
+
+    def preprocess_observation(self, observation: Any) -> Any:
+        """Observations are token ids already: returned as they are."""
+        return observation
+
+    def to_device(self, *experiences: Any) -> tuple[Any, ...]:
+        """Move tensors, and those inside lists, tuples and dicts, to the agent's device."""
+        return tuple(_move(item, self.device) for item in experiences)
+
+    device: Any = "cpu"
+
+
+def _move(item: Any, device: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return item.to(device)
+    if isinstance(item, dict):
+        return {key: _move(value, device) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return type(item)(_move(value, device) for value in item)
+    return item
+
+
+def _space_dim(space: Any) -> tuple[Any, ...]:
+    """Read a Gymnasium space by its public attributes, so that gymnasium need not be installed."""
+    if isinstance(space, Sequence):
+        return tuple(_space_dim(part) for part in space)
+    if hasattr(space, "spaces"):
+        parts = space.spaces.values() if isinstance(space.spaces, dict) else space.spaces
+        return tuple(_space_dim(part) for part in parts)
+    if hasattr(space, "nvec"):
+        return (int(sum(space.nvec)),)
+    shape, n = getattr(space, "shape", None), getattr(space, "n", None)
+    if n is not None:
+        return (int(n),)
+    if shape is not None:
+        return tuple(shape)
+    raise TypeError(f"{space!r} is not a Gymnasium space")

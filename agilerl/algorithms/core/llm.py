@@ -1,0 +1,436 @@
+"""LLMAlgorithm: an agent over a language model's adapter; each method is a few lines onto ``agilerl.llm``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from peft import PeftModel
+
+from agilerl.algorithms.core import persistence
+from agilerl.algorithms.core.evolvable import EvolvableAlgorithm
+from agilerl.algorithms.core.registry import NetworkGroup, OptimizerConfig
+from agilerl.llm.adapters import default_lora_config, scope_lora_config
+from agilerl.llm.batch import stack_rows
+from agilerl.llm.config import CosineLRScheduleConfig, ForwardConfig, SamplingConfig
+from agilerl.llm.engine.local import LocalEngine, cosine_schedule, set_learning_rate
+from agilerl.llm.generation import Completions, Generator
+from agilerl.llm.generation.hf import HFGenerator
+from agilerl.llm.policy import Policy, SharedBase, load_base
+from agilerl.llm.update import Health
+from agilerl.typing import ActionResult, ReasoningPrompts
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+class LLMAlgorithm(EvolvableAlgorithm):
+    """Adapters, generation, evaluation and checkpoints of an agent; subclasses add ``learn``.
+
+    Hyperparameters are plain attributes, read at every call: changing ``agent.temperature`` or ``agent.lr`` takes effect at
+    once.
+
+    Args:
+        arguments: The constructor's arguments by name, already checked.
+    """
+
+    model_name: str | None
+    model_config: dict[str, Any] | None
+    pad_token_id: int
+    pad_token: str
+    lr: float
+    batch_size: int
+    micro_batch_size_per_gpu: int | None
+    group_size: int
+    temperature: float
+    repetition_penalty: float
+    top_p: float
+    top_k: int | None
+    min_p: float
+    max_output_tokens: int | None
+    min_output_tokens: int | None
+    max_model_len: int | None
+    hf_generate_chunk_size: int | None
+    lora_config: LoraConfig | None
+    lora_target_scope: str | None
+    cosine_lr_schedule_config: CosineLRScheduleConfig | None
+    seed: int
+    gradient_checkpointing: bool
+    torch_compiler: str | None
+    calc_position_embeddings: bool
+    use_separate_reference_adapter: bool
+    cast_logprobs_to_fp32: bool
+    fused_logprobs_chunk_rows: int | None
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments["index"], arguments["hp_config"])
+        for name, value in arguments.items():
+            if name not in ("index", "hp_config", "actor_network", "clone"):
+                setattr(self, name, value)
+        self.policy = self._build_policy(arguments["actor_network"])
+        self.generator: Generator = HFGenerator(self.policy)
+        self.engine = self._build_engine()
+        # Members of a population must explore differently although they share a seed.
+        self.rng = torch.Generator().manual_seed((self.seed + 1_000_003 * self.index) % 2**63)
+        self.health = Health()
+        self.training = True
+        self._warned_fixed_reference = False
+        self.register_network_group(NetworkGroup(eval_network="actor", policy=True))
+        self.register_optimizer(OptimizerConfig(name="optimizer", networks=("actor",), lr="lr"))
+        if self.torch_compiler is not None:
+            self.recompile()
+
+    def _build_policy(self, network: PreTrainedModel | PeftModel | None) -> Policy:
+        if network is None:
+            assert self.model_name is not None
+            network = load_base(self.model_name, self.model_config, self.device)
+        start = persistence.detach_adapter(network) if isinstance(network, PeftModel) else None
+        model = start.model if start is not None else network
+        if (
+            next(model.parameters()).device != torch.device(self.device)
+            and torch.device(self.device).type != "meta"
+        ):
+            model.to(self.device)
+        base = SharedBase.of(model)
+        config = self.lora_config or (start.config if start is not None else default_lora_config())
+        if config.lora_dropout:
+            logger.warning(
+                "lora_dropout=%s has no effect: all forwards run without dropout, so that the importance ratio of "
+                "fresh rollouts is exactly 1",
+                config.lora_dropout,
+            )
+        self.lora_config = scope_lora_config(config, model, self.lora_target_scope)
+        policy = Policy(
+            base,
+            self.lora_config,
+            separate_reference=self.use_separate_reference_adapter,
+            seed=self.seed,
+        )
+        if start is not None:
+            persistence.load_roles(
+                policy, {role: start.tensors for role in policy.roles}, start.config
+            )
+        return policy
+
+    def _build_engine(self) -> LocalEngine:
+        return LocalEngine(
+            self.policy.parameters().values(), self.lr, self.cosine_lr_schedule_config
+        )
+
+    # ---- acting
+
+    def get_action(
+        self,
+        obs: Sequence[ReasoningPrompts] | ReasoningPrompts,
+        training: bool = True,
+        repeat_prompts: bool = True,
+    ) -> ActionResult:
+        """Complete prompts.
+
+        Args:
+            obs: Prompt dicts with ``input_ids`` ``(1, P)`` and ``attention_mask`` ``(1, P)``; not changed.
+            training: Sample; otherwise decode greedily, once per prompt.
+            repeat_prompts: In training, complete each prompt ``group_size`` times; False: once.
+
+        Returns:
+            Per prompt ``(G, T)`` token ids and ``(G, T - 1)`` action masks; unpacks into these two.
+
+        Raises:
+            ValueError: If a prompt is too long for ``max_model_len``.
+        """
+        prompts = [_unpadded(prompt) for prompt in ([obs] if isinstance(obs, Mapping) else obs)]
+        if not prompts:
+            raise ValueError("obs is empty; pass at least one prompt")
+        samples = self.group_size if training and repeat_prompts else 1
+        completions = self.generator.generate(
+            prompts, samples, self.sampling_config(training), self.rng
+        )
+        return _action_result(prompts, completions, samples, self.pad_token_id)
+
+    def test(self, env: Any, loop: int = 1) -> np.ndarray:
+        """Evaluate greedily on the whole test split of a ``ReasoningGym``.
+
+        Args:
+            env: The environment; its training position is untouched.
+            loop: How many times to go through the split.
+
+        Returns:
+            ``(loop · rows,)`` float32 rewards in the order of the split; their mean is appended to ``fitness``.
+        """
+        rewards: list[torch.Tensor] = []
+        with env.eval_mode():
+            for _ in range(loop):
+                prompts = env.reset()
+                while prompts:
+                    result = self.get_action(prompts, training=False)
+                    prompts, scored = env.step(result.completion_ids)[:2]
+                    rewards.append(scored.reshape(-1))
+        scores = torch.cat(rewards).numpy()
+        self.fitness.append(float(scores.mean()))
+        return scores
+
+    def sampling_config(self, training: bool = True) -> SamplingConfig:
+        """How completions are drawn, from the attributes as they are now."""
+        return SamplingConfig(
+            max_new_tokens=self.max_output_tokens,
+            max_model_len=self.max_model_len or self._context_length(),
+            eos_token_ids=self._eos_token_ids(),
+            pad_token_id=self.pad_token_id,
+            greedy=not training,
+            temperature=self.temperature,
+            top_k=self.top_k or 0,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            min_new_tokens=self.min_output_tokens or 0,
+            chunk_size=self.hf_generate_chunk_size,
+            left_padding=self.calc_position_embeddings,
+        )
+
+    def forward_config(self) -> ForwardConfig:
+        """How log-probs are computed, from the attributes as they are now."""
+        return ForwardConfig(
+            temperature=self.temperature,
+            micro_batch_size=self.micro_batch_size_per_gpu or self.batch_size,
+            recompute_layers=self.gradient_checkpointing,
+            use_position_ids=self.calc_position_embeddings,
+            fp32_logits=self.cast_logprobs_to_fp32,
+            tile_rows=self.fused_logprobs_chunk_rows,
+        )
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        model = self.policy.base.model
+        eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+        eos = model.config.get_text_config().eos_token_id if eos is None else eos
+        if eos is None:
+            return (self.pad_token_id,)
+        return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+
+    def _context_length(self) -> int:
+        length = getattr(
+            self.policy.base.model.config.get_text_config(), "max_position_embeddings", None
+        )
+        if length is None:
+            raise ValueError(
+                "max_model_len is None and the model's config names no context length: set max_model_len"
+            )
+        return int(length)
+
+    # ---- networks and optimizer
+
+    @property
+    def actor(self) -> PeftModel:
+        """The PEFT model; shared with every agent on the same base."""
+        return self.policy.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """AdamW over this agent's actor adapter."""
+        return self.engine.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The cosine schedule, or None."""
+        return self.engine.scheduler
+
+    def register_optimizer(self, config: OptimizerConfig) -> None:
+        """Declare an optimizer by attribute name."""
+        self._optimizer_configs.append(config)
+
+    def reinit_optimizers(self, optimizer: OptimizerConfig | None = None) -> None:
+        """Start the optimizer (there is one) and its schedule afresh."""
+        if optimizer is not None and optimizer.name != "optimizer":
+            raise ValueError(f"optimizer {optimizer.name!r} is unknown; this agent has 'optimizer'")
+        self.engine = self._build_engine()
+
+    @staticmethod
+    def update_lr(
+        optimizer: torch.optim.Optimizer,
+        lr: float | tuple[float, float],
+        accelerator: Accelerator | None = None,
+        scheduler_config: CosineLRScheduleConfig | None = None,
+    ) -> tuple[Accelerator | None, Any]:
+        """Set an optimizer's learning rate and, if configured, start a new schedule on it.
+
+        Args:
+            optimizer: The optimizer.
+            lr: Learning rate; of an actor/critic pair, the actor's is used.
+            accelerator: Returned as it is.
+            scheduler_config: The schedule.
+
+        Returns:
+            The accelerator and the scheduler (None without a config).
+        """
+        set_learning_rate(optimizer, lr[0] if isinstance(lr, tuple) else lr)
+        return accelerator, None if scheduler_config is None else cosine_schedule(
+            optimizer, scheduler_config
+        )
+
+    def use_adapter(self, adapter_name: str) -> None:
+        """Make a role (``"actor"``, ``"reference"``) the active adapter until it is changed again.
+
+        Raises:
+            ValueError: For an unknown role.
+        """
+        self.policy.activate(adapter_name)
+
+    @contextlib.contextmanager
+    def select_adapter(self, adapter_name: str) -> Iterator[None]:
+        """Within it a role's adapter is active; the actor's is again afterwards."""
+        self.policy.slot(adapter_name)
+        with self.policy.active(adapter_name):
+            yield
+
+    def set_reference_policy(self, reference_update_tracker: int) -> None:
+        """Copy the actor onto the reference when the tracker has advanced past the stored value.
+
+        Args:
+            reference_update_tracker: For instance the number of finished epochs.
+        """
+        if reference_update_tracker <= self.reference_update_tracker:
+            return
+        self.reference_update_tracker = reference_update_tracker
+        if self.use_separate_reference_adapter:
+            self.policy.copy_role("actor", "reference")
+        elif not self._warned_fixed_reference:
+            self._warned_fixed_reference = True
+            logger.warning(
+                "the reference policy stays the base model: with use_separate_reference_adapter=False there is no "
+                "adapter to move"
+            )
+
+    def set_training_mode(self, training: bool) -> None:
+        """Note the mode. The model itself always runs without dropout."""
+        self.training = training
+
+    def recompile(self) -> None:
+        """Compile the training forward with the mode in ``torch_compiler``; a no-op when that is None."""
+        self.policy.compile(self.torch_compiler)
+
+    def wrap_models(self) -> None:
+        """Nothing to wrap in a single process."""
+
+    def unwrap_models(self) -> None:
+        """Nothing to unwrap in a single process."""
+
+    def clean_up(self) -> None:
+        """Free this agent's adapters; the last agent on a base leaves the model as it was given."""
+        self.policy.release()
+
+    # ---- copies and checkpoints
+
+    def clone(self, index: int | None = None, wrap: bool = True) -> Self:
+        """A new agent on the same base with this one's adapters, optimizer, schedule and hyperparameters.
+
+        Args:
+            index: Its place in the population; None: this one's.
+            wrap: Kept for distributed training.
+        """
+        arguments = self.inspect_attributes(self, input_args_only=True)
+        arguments |= {
+            "actor_network": self.policy.base.model,
+            "index": self.index if index is None else index,
+            "wrap": wrap,
+            "clone": True,
+        }
+        twin = type(self)(**arguments)
+        for role in self.policy.roles:
+            persistence.copy_role(self.policy, twin.policy, role)
+        twin.engine.load_state_dict(self.engine.state_dict())
+        if twin.index == self.index:
+            twin.rng.set_state(self.rng.get_state())
+        self.copy_attributes(self, twin)
+        return twin
+
+    def save_checkpoint(
+        self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
+    ) -> None:
+        """Write a checkpoint directory, atomically; see :mod:`agilerl.llm.checkpoint` for what it holds.
+
+        Args:
+            path: The directory; an earlier checkpoint there is replaced.
+            lora_only: Save adapters only (as PEFT directories); False: the full actor.
+            save_optimizer: Also save optimizer and schedule.
+        """
+        persistence.save(self, Path(path), lora_only=lora_only, save_optimizer=save_optimizer)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        load_optimizer: bool = False,
+        overwrite_reference_adapter: bool = False,
+        overwrite_critic_adapter: bool = True,
+        merge_lora_configs: bool = False,
+    ) -> None:
+        """Load weights into this agent; its hyperparameters stay as they are.
+
+        Args:
+            path: A checkpoint of any cell of the grid.
+            load_optimizer: Also restore optimizer and schedule; warns if the checkpoint has none.
+            overwrite_reference_adapter: Start the reference from the checkpoint's actor; False: from its reference, if it
+                has one.
+            overwrite_critic_adapter: No effect: these agents have no critic.
+            merge_lora_configs: Reconcile a differing LoRA config instead of refusing it: larger rank, union of targets.
+
+        Raises:
+            FileNotFoundError: If there is no checkpoint.
+            ValueError: If the LoRA configs differ, each field listed, or a file is damaged.
+        """
+        persistence.load_into(
+            self,
+            Path(path),
+            load_optimizer=load_optimizer,
+            reference_from_actor=overwrite_reference_adapter,
+            merge=merge_lora_configs,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: str | torch.device = "cpu",
+        accelerator: Accelerator | None = None,
+        actor_network: PreTrainedModel | None = None,
+    ) -> Self:
+        """Rebuild an agent from a checkpoint: weights, optimizer, hyperparameters, history, random state.
+
+        Args:
+            path: The checkpoint.
+            device: Where the model shall run.
+            accelerator: For distributed training.
+            actor_network: The base model, where the checkpoint recorded neither a name to load nor the full actor.
+        """
+        return persistence.rebuild(cls, Path(path), device, accelerator, actor_network)
+
+
+def _unpadded(prompt: ReasoningPrompts) -> torch.Tensor:
+    """The 1-D ids of a prompt dict, without padding on either side."""
+    ids = prompt["input_ids"].reshape(-1)
+    return ids[prompt["attention_mask"].reshape(-1).bool()].cpu().long()
+
+
+def _action_result(
+    prompts: list[torch.Tensor], completions: Completions, samples: int, pad_token_id: int
+) -> ActionResult:
+    ids, masks = [], []
+    for i, prompt in enumerate(prompts):
+        group = completions.token_ids[i * samples : (i + 1) * samples]
+        ids.append(
+            stack_rows([torch.cat([prompt, completion]) for completion in group], pad_token_id)
+        )
+        position = torch.arange(ids[-1].shape[1] - 1)
+        ends = torch.tensor([len(prompt) - 1 + len(completion) for completion in group])
+        masks.append((position >= len(prompt) - 1) & (position < ends[:, None]))
+    logps: list[torch.Tensor | None] | None = (
+        None if completions.logps is None else list(completions.logps)
+    )
+    return ActionResult(ids, masks, logps)

@@ -1,0 +1,168 @@
+"""LoRA adapters as sets of tensors: find, copy, snapshot, pad to another rank, fold into a copy of the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+from torch import nn
+from transformers import PreTrainedModel
+
+DEFAULT_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
+
+
+def default_lora_config() -> LoraConfig:
+    """The adapter used when none is given: rank 16 on every linear layer but the head."""
+    return LoraConfig(task_type="CAUSAL_LM", **DEFAULT_LORA)
+
+
+def scope_lora_config(config: LoraConfig, model: nn.Module, scope: str | None) -> LoraConfig:
+    """A copy of ``config`` whose targets lie below the module path ``scope`` (``"language_model"``, say).
+
+    Raises:
+        ValueError: If the config trains base weights, or no target lies in the scope.
+    """
+    config = copy.deepcopy(config)
+    if config.bias != "none":
+        raise ValueError(
+            f'lora_config.bias is {config.bias!r}; the base is shared and frozen, use bias="none"'
+        )
+    if scope is None:
+        return config
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    wanted = config.target_modules
+    names = [
+        name
+        for name, module in model.named_modules()
+        if scope in name.split(".")[:-1]
+        and (isinstance(module, nn.Linear) and module is not head)
+        and (wanted is None or wanted == "all-linear" or _matches(name, wanted))
+    ]
+    if not names:
+        raise ValueError(
+            f"lora_target_scope {scope!r} holds no linear layer that lora_config targets ({wanted})"
+        )
+    config.target_modules = set(names)
+    return config
+
+
+def _matches(name: str, wanted: str | list[str] | set[str]) -> bool:
+    if isinstance(wanted, str):
+        import re
+
+        return re.fullmatch(wanted, name) is not None
+    return any(name == suffix or name.endswith(f".{suffix}") for suffix in wanted)
+
+
+def adapter_parameters(model: PeftModel, slot: str) -> dict[str, nn.Parameter]:
+    """The parameters of one adapter by module path and kind, without the slot's name.
+
+    Found through PEFT's own tables, so that one slot's name being part of another's cannot mix them up.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for path, module in model.get_base_model().named_modules():
+        if isinstance(module, BaseTunerLayer):
+            for kind in module.adapter_layer_names:
+                table = module._modules.get(kind, None)
+                if table is None:  # embeddings keep their factors in a ParameterDict attribute
+                    table = module.__dict__.get(kind)
+                if isinstance(table, nn.ParameterDict) and slot in table:
+                    found[f"{path}.{kind}"] = table[slot]
+                elif isinstance(table, nn.ModuleDict) and slot in table:
+                    for name, parameter in table[slot].named_parameters():
+                        found[f"{path}.{kind}.{name}"] = parameter
+        elif isinstance(module, ModulesToSaveWrapper) and slot in module.modules_to_save:
+            for name, parameter in module.modules_to_save[slot].named_parameters():
+                found[f"{path}.modules_to_save.{name}"] = parameter
+    return found
+
+
+@torch.no_grad()
+def copy_adapter(source: dict[str, nn.Parameter], target: dict[str, nn.Parameter]) -> None:
+    """Copy the values of one adapter onto another of the same shape.
+
+    Raises:
+        ValueError: If they have different parameters or shapes.
+    """
+    if source.keys() != target.keys():
+        raise ValueError(
+            f"adapters differ in parameters: {sorted(source.keys() ^ target.keys())[:6]}"
+        )
+    for name, parameter in target.items():
+        if parameter.shape != source[name].shape:
+            raise ValueError(
+                f"adapters differ in shape at {name}: {tuple(source[name].shape)} and {tuple(parameter.shape)}"
+            )
+        parameter.copy_(source[name])
+
+
+def snapshot(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Detached copies on the CPU, for checkpoints."""
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
+
+
+@dataclass(frozen=True)
+class _Fold:
+    parent: nn.Module
+    name: str
+    wrapped: nn.Module
+    folded: nn.Module
+
+
+@contextlib.contextmanager
+def folded_adapter(model: PeftModel, slot: str) -> Iterator[None]:
+    """Within it, the adapter is part of (copies of) the float32 weights it targets: plain layers, no LoRA branches.
+
+    The base itself is never written to: an in-place merge drifts with every round. Layers that cannot be folded
+    exactly (lower precision, quantized, DoRA and other variants) keep their branches.
+    """
+    folds = [
+        fold
+        for path_parent in _lora_layers(model)
+        if (fold := _fold(*path_parent, slot)) is not None
+    ]
+    for fold in folds:
+        fold.parent._modules[fold.name] = fold.folded
+    try:
+        yield
+    finally:
+        for fold in folds:
+            fold.parent._modules[fold.name] = fold.wrapped
+
+
+def _lora_layers(model: PeftModel) -> list[tuple[nn.Module, str, LoraLayer]]:
+    return [
+        (parent, name, child)
+        for parent in model.get_base_model().modules()
+        for name, child in parent.named_children()
+        if isinstance(child, LoraLayer)
+    ]
+
+
+@torch.no_grad()
+def _fold(parent: nn.Module, name: str, layer: LoraLayer, slot: str) -> _Fold | None:
+    base = layer.get_base_layer()
+    weight = base._parameters.get("weight")
+    exact = (
+        slot in layer.lora_A
+        and slot not in layer.lora_variant
+        and type(base).__name__ in ("Linear", "Conv1D")
+        and weight is not None
+        and weight.dtype in (torch.float32, torch.float64)
+    )
+    if not exact:
+        return None
+    assert weight is not None
+    folded = copy.copy(base)
+    folded._parameters = dict(base._parameters)
+    folded._parameters["weight"] = nn.Parameter(
+        weight + layer.get_delta_weight(slot), requires_grad=False
+    )
+    return _Fold(parent, name, layer, folded)

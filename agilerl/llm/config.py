@@ -1,0 +1,122 @@
+"""Frozen records of settings, built from an agent's attributes at call time and passed down.
+
+Nothing derived is cached on the agent, so a mutated ``clip_coef``, ``temperature`` or ``group_size`` takes effect at
+the next call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LossType = Literal["grpo", "gspo", "cispo"]
+RatioLevel = Literal["token", "turn", "trajectory"]
+Granularity = Literal["trajectory", "turn"]
+AdvNorm = Literal["mean_std", "mean_only"]
+Reduction = Literal["sequence", "token", "constant", "sum"]
+
+
+@dataclass(frozen=True)
+class CosineLRScheduleConfig:
+    """Linear warm-up, then a cosine down to zero.
+
+    The schedule advances by one with every call of ``learn``.
+    """
+
+    num_epochs: int
+    """Length of the schedule, in calls of ``learn``."""
+    warmup_proportion: float = 0.0
+    """Share of ``num_epochs`` spent warming up, in [0, 1)."""
+
+    def __post_init__(self) -> None:
+        if self.num_epochs < 1:
+            raise ValueError(
+                f"num_epochs is {self.num_epochs}; it must be at least 1 (calls of learn)"
+            )
+        if not 0.0 <= self.warmup_proportion < 1.0:
+            raise ValueError(f"warmup_proportion is {self.warmup_proportion}; it must be in [0, 1)")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How completions are drawn."""
+
+    max_new_tokens: int | None
+    """Longest completion, in tokens; None: up to ``max_model_len``."""
+    max_model_len: int
+    """Longest row (prompt and completion), in tokens."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a completion; the one sampled belongs to it."""
+    pad_token_id: int
+    greedy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    chunk_size: int | None = None
+    """Sequences generated at a time; None: ``DEFAULT_CHUNK_SIZE`` of the generator."""
+    left_padding: bool = True
+    """False: only prompts of equal length share a batch (for models without position ids)."""
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """How rewards become advantages."""
+
+    group_size: int
+    norm: AdvNorm = "mean_std"
+    granularity: Granularity = "trajectory"
+    whiten: bool = False
+    clip_range: float | None = None
+    filter_zero: bool = False
+    filter_eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The objective and its settings."""
+
+    loss_type: LossType
+    ratio_level: RatioLevel
+    clip_band: tuple[float, float]
+    """Absolute bounds ``(lo, hi)`` of the importance ratio."""
+    reduction: Reduction
+    beta: float = 0.0
+    """Weight of the KL penalty towards the reference policy."""
+    kl_shaping: bool = False
+    """Move the KL from the loss into the advantages."""
+    importance_weight_cap: float | None = None
+    """Upper clamp on the sampler correction; None: no correction."""
+    max_output_tokens: int | None = None
+    """The constant of the ``"constant"`` reduction."""
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """How a batch of rollouts becomes optimizer steps."""
+
+    batch_size: int
+    """Sequences per optimizer step."""
+    micro_batch_size: int
+    """Sequences per forward and backward."""
+    epochs: int
+    max_grad_norm: float
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How log-probs are computed; no setting here changes their value beyond rounding."""
+
+    temperature: float
+    micro_batch_size: int
+    recompute_layers: bool = False
+    """Gradient checkpointing: keep only each layer's input and recompute the rest in backward."""
+    share_prefixes: bool = True
+    """Run a prompt once for all of its completions."""
+    use_position_ids: bool = True
+    fp32_logits: bool = True
+    tile_rows: int | None = None
+    """Rows per logit tile; None: auto."""

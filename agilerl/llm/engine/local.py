@@ -1,0 +1,94 @@
+"""The engine of a single process: plain torch, AdamW over the actor's LoRA parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, SequentialLR
+
+from agilerl.llm.config import CosineLRScheduleConfig
+
+
+def cosine_schedule(
+    optimizer: torch.optim.Optimizer, config: CosineLRScheduleConfig
+) -> SequentialLR:
+    """Linear warm-up from 1/n of the learning rate, then a cosine to zero; stepped once per ``learn``."""
+    warmup = int(config.num_epochs * config.warmup_proportion)
+    decay = max(config.num_epochs - warmup, 1)
+
+    def cosine(epoch: int) -> float:
+        return 0.5 * (1.0 + math.cos(math.pi * min(epoch / decay, 1.0)))
+
+    schedules = [LambdaLR(optimizer, cosine)]
+    if warmup:
+        schedules.insert(0, LambdaLR(optimizer, lambda epoch: min((epoch + 1) / warmup, 1.0)))
+    return SequentialLR(optimizer, schedules, milestones=[warmup] if warmup else [])
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, lr: float, scheduler: SequentialLR | None = None
+) -> None:
+    """Set the learning rate at once; under a schedule, its peak, at the place the schedule has reached."""
+    for group in optimizer.param_groups:
+        peak = group.get("initial_lr", group["lr"])
+        group["lr"] = lr if scheduler is None or peak == 0 else lr * group["lr"] / peak
+        if "initial_lr" in group:
+            group["initial_lr"] = lr
+    if scheduler is not None:
+        for schedule in scheduler._schedulers:
+            schedule.base_lrs = [lr for _ in schedule.base_lrs]
+
+
+class LocalEngine:
+    """Gradient accumulation, clipping and optimizer of one process."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float,
+        schedule: CosineLRScheduleConfig | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
+        self.scheduler = None if schedule is None else cosine_schedule(self.optimizer, schedule)
+        self.lr = lr
+
+    def set_lr(self, lr: float) -> None:
+        """Take over a new learning rate; a no-op when it is the current one."""
+        if lr != self.lr:
+            set_learning_rate(self.optimizer, lr, self.scheduler)
+            self.lr = lr
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self, max_grad_norm: float) -> float:
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, max_grad_norm))
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self.discard()
+        return norm
+
+    def discard(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def advance_schedule(self) -> None:
+        """One more ``learn`` has been done."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore moments and schedule position; the live learning rate is kept."""
+        lr = self.lr
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        set_learning_rate(self.optimizer, lr, self.scheduler)

@@ -1,0 +1,207 @@
+"""Hidden states at the action positions of a batch, running each distinct prompt once.
+
+The completions of a prompt share it, so a forward needs P + G·C tokens, not G·(P + C): the prompt goes through the model
+once, with gradients, and the completions go through as a batch against its keys and values. Where a model does not
+support that exactly (a probe compares both ways once per model), plain rows are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agilerl.llm.batch import Batch
+from agilerl.llm.config import ForwardConfig
+
+logger = logging.getLogger(__name__)
+
+Decoder = Callable[..., Any]
+# Below this share of tokens saved, the second model call costs more than the tokens it spares.
+MIN_TOKENS_SAVED = 0.15
+
+
+class _RecordedLayer(DynamicLayer):
+    """Keeps the keys and values of the last call; safe to run again when a layer is recomputed in backward."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+
+class _PrefixLayer(DynamicLayer):
+    """A prompt's keys and values in front of every call's own; never changed by a call."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None and self.values is not None
+        return torch.cat([self.keys, key_states], dim=-2), torch.cat(
+            [self.values, value_states], dim=-2
+        )
+
+
+def action_hidden_states(
+    decoder: nn.Module, batch: Batch, config: ForwardConfig, *, share_prefixes: bool
+) -> torch.Tensor:
+    """Hidden states that predict the actions of a batch.
+
+    Args:
+        decoder: The model without its head.
+        batch: The rows.
+        config: Recomputation and position ids.
+        share_prefixes: Whether this model supports running a prompt once for its completions.
+
+    Returns:
+        ``(N, D)``, in the order of ``batch.targets``.
+    """
+    recompute = config.recompute_layers and torch.is_grad_enabled()
+    with recomputed_layers(decoder) if recompute else contextlib.nullcontext():
+        if share_prefixes and config.share_prefixes and _tokens_saved(batch) >= MIN_TOKENS_SAVED:
+            return _shared_prefix_rows(decoder, batch)
+        return _plain_rows(decoder, batch, config.use_position_ids)
+
+
+def supports_shared_prefixes(decoder: nn.Module, vocab_size: int) -> bool:
+    """Compare shared prefixes with plain rows once on a ragged batch of a few tokens.
+
+    Args:
+        decoder: The model without its head, in evaluation mode.
+        vocab_size: Rows of its embedding.
+    """
+    device = next(decoder.parameters()).device
+    ids = torch.arange(40, device=device).remainder(max(1, min(vocab_size, 97))).view(4, 10)
+    ids[1, :6], ids[3, :4] = ids[0, :6], ids[2, :4]
+    mask = torch.zeros(4, 9, dtype=torch.bool, device=device)
+    for row, (prompt, length) in enumerate([(6, 10), (6, 8), (4, 7), (4, 10)]):
+        mask[row, prompt - 1 : length - 1] = True
+    lengths = torch.tensor([10, 8, 7, 10], device=device)
+    prompts = torch.tensor([6, 6, 4, 4], device=device)
+    batch = Batch(ids, mask, lengths, prompts, torch.tensor([0, 0, 1, 1], device=device))
+    try:
+        with torch.no_grad():
+            plain = _plain_rows(decoder, batch, use_position_ids=True)
+            shared = _shared_prefix_rows(decoder, batch)
+    except Exception as error:  # noqa: BLE001 - any failure of an unknown architecture has the same remedy: plain rows
+        logger.info("shared prefixes are off for %s: %s", type(decoder).__name__, error)
+        return False
+    tolerance = 1e-3 if plain.dtype in (torch.float32, torch.float64) else 5e-2
+    close = bool(((shared - plain).abs().max() <= tolerance * plain.abs().max()).item())
+    if not close:
+        logger.info(
+            "shared prefixes are off for %s: they differ from plain rows", type(decoder).__name__
+        )
+    return close
+
+
+@contextlib.contextmanager
+def recomputed_layers(decoder: nn.Module) -> Iterator[None]:
+    """Gradient checkpointing by decoder layer, in evaluation mode and with caches, which transformers' own excludes."""
+    layers = [
+        module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+    # A forward set on the instance (an offloading hook, say) must be there again afterwards.
+    own = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.__dict__["forward"] = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, own, strict=True):
+            if forward is None:
+                del layer.__dict__["forward"]
+            else:
+                layer.__dict__["forward"] = forward
+
+
+def _tokens_saved(batch: Batch) -> float:
+    """Share of the plain rows' tokens that sharing prompts spares, padding counted."""
+    rows, width = len(batch), int(batch.lengths.max())
+    prompts = int(batch.prompt_index.unique().numel())
+    completion = int((batch.lengths - batch.prompt_lengths).max())
+    shared = prompts * int(batch.prompt_lengths.max()) + rows * max(completion - 1, 0)
+    return 1.0 - shared / (rows * width)
+
+
+def _plain_rows(decoder: nn.Module, batch: Batch, use_position_ids: bool) -> torch.Tensor:
+    width = int(batch.lengths.max()) - 1  # the last token predicts nothing that is trained
+    positions = torch.arange(width, device=batch.token_ids.device).expand(len(batch), -1)
+    mask = (positions < batch.lengths[:, None]).long()
+    kwargs = {"position_ids": positions} if use_position_ids else {}
+    output = decoder(
+        input_ids=batch.token_ids[:, :width], attention_mask=mask, use_cache=False, **kwargs
+    )
+    return output.last_hidden_state[batch.action_mask[:, :width]]
+
+
+def _shared_prefix_rows(decoder: nn.Module, batch: Batch) -> torch.Tensor:
+    device = batch.token_ids.device
+    first_row, row_prompt = _distinct_prompts(batch)
+    prompt_lengths = batch.prompt_lengths[first_row]
+    width = int(prompt_lengths.max())
+
+    # Left padding keeps a prompt next to its completions, which sliding windows count on.
+    offset = torch.arange(width, device=device) - (width - prompt_lengths)[:, None]
+    prompt_mask = offset >= 0
+    prompt_ids = batch.token_ids[first_row].gather(1, offset.clamp(min=0))
+    recorded = Cache(layer_class_to_replicate=_RecordedLayer)
+    prompt_hidden = decoder(
+        input_ids=prompt_ids,
+        attention_mask=prompt_mask.long(),
+        position_ids=offset.clamp(min=0),
+        past_key_values=recorded,
+        use_cache=True,
+    ).last_hidden_state
+    hidden = prompt_hidden[:, -1:].index_select(0, row_prompt)
+
+    starts = batch.prompt_lengths
+    steps = int((batch.lengths - starts).max()) - 1
+    if steps > 0:
+        prefix = Cache(
+            layers=[
+                _PrefixLayer(
+                    layer.keys.index_select(0, row_prompt), layer.values.index_select(0, row_prompt)
+                )
+                for layer in recorded.layers
+            ]
+        )
+        positions = starts[:, None] + torch.arange(steps, device=device)
+        inside = positions < batch.lengths[:, None]
+        completion_hidden = decoder(
+            input_ids=batch.token_ids.gather(1, positions.clamp(max=batch.token_ids.shape[1] - 1)),
+            attention_mask=torch.cat([prompt_mask[row_prompt], inside], dim=1).long(),
+            position_ids=positions,
+            past_key_values=prefix,
+            use_cache=True,
+        ).last_hidden_state
+        hidden = torch.cat([hidden, completion_hidden], dim=1)
+
+    # hidden[:, j] sits at position prompt_length - 1 + j of its row.
+    positions = starts[:, None] - 1 + torch.arange(hidden.shape[1], device=device)
+    actions = batch.action_mask.gather(1, positions.clamp(max=batch.action_mask.shape[1] - 1))
+    return hidden[actions & (positions < batch.action_mask.shape[1])]
+
+
+def _distinct_prompts(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """First row of each distinct prompt, ``(p,)``, and each row's place among them, ``(B,)``."""
+    _, place = batch.prompt_index.unique(return_inverse=True)
+    rows = torch.arange(len(batch), device=place.device)
+    first = torch.full((int(place.max()) + 1,), len(batch), device=place.device)
+    return first.scatter_reduce(0, place, rows, reduce="amin"), place

@@ -1,0 +1,35 @@
+"""Generation: token ids in, token ids (and the sampler's log-probs, where it reports them) out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from agilerl.llm.config import SamplingConfig
+
+
+@dataclass(frozen=True)
+class Completions:
+    """``samples_per_prompt`` completions of each prompt, prompt by prompt."""
+
+    token_ids: list[torch.Tensor]
+    """One 1-D long tensor per completion, prompt excluded, the sampled end-of-sequence token included."""
+    logps: list[torch.Tensor] | None = None
+    """The sampler's log-prob of each token, or None where it reports none."""
+
+
+class Generator(Protocol):
+    """What an agent needs to roll out; knows nothing of rewards or agents."""
+
+    def generate(
+        self,
+        prompts: Sequence[torch.Tensor],
+        samples_per_prompt: int,
+        sampling: SamplingConfig,
+        rng: torch.Generator,
+    ) -> Completions:
+        """Complete 1-D ``prompts``; all randomness comes from ``rng``."""
+        ...

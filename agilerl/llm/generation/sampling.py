@@ -1,0 +1,116 @@
+"""One token per row from logits: penalties, filters and an inverse-CDF draw from one uniform number per row.
+
+The filters apply in transformers' order: repetition penalty, least length, temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from agilerl.llm.config import SamplingConfig
+
+# Vocabulary entries summed at a time when drawing from the full distribution.
+BLOCK = 128
+# Candidates looked at first when only top-p or min-p is set; doubled eightfold until they suffice.
+FIRST_CANDIDATES = 512
+
+
+def next_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig
+) -> torch.Tensor:
+    """Draw (or, greedily, pick) one token per row.
+
+    Args:
+        logits: ``(N, V)`` after penalties; overwritten.
+        uniforms: ``(N,)`` in [0, 1).
+        sampling: Temperature and filters.
+
+    Returns:
+        ``(N,)`` long.
+    """
+    if sampling.greedy:
+        return logits.argmax(-1)
+    logits = logits.float()
+    if sampling.temperature != 1.0:
+        logits = logits / sampling.temperature
+    if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+        return _draw_filtered(logits, uniforms, sampling)
+    return _draw_full(logits, uniforms)
+
+
+def penalise(
+    logits: torch.Tensor, seen: torch.Tensor | None, generated: int, sampling: SamplingConfig
+) -> torch.Tensor:
+    """Apply the repetition penalty to ``seen`` ``(N, V)`` tokens and forbid an early end of sequence."""
+    if seen is not None:
+        penalty = sampling.repetition_penalty
+        logits = torch.where(
+            seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits
+        )
+    if generated < sampling.min_new_tokens:
+        logits = logits.index_fill(
+            1, torch.tensor(sampling.eos_token_ids, device=logits.device), -torch.inf
+        )
+    return logits
+
+
+def _draw_full(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Inverse CDF in two levels, over blocks and then inside one block: no pass over the vocabulary but exp and sum."""
+    rows, vocab = logits.shape
+    weights = (logits - logits.amax(1, keepdim=True)).exp_()
+    if vocab % BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, BLOCK - vocab % BLOCK))
+    blocks = weights.view(rows, -1, BLOCK)
+    block_cdf = blocks.sum(-1).double().cumsum(1)
+    point = uniforms.double()[:, None] * block_cdf[:, -1:]
+    block = torch.searchsorted(block_cdf, point, right=True).clamp(max=block_cdf.shape[1] - 1)
+    before = torch.where(block > 0, block_cdf.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1)
+    return block.squeeze(1) * BLOCK + _draw_from_cdf(inside, (point - before).squeeze(1))
+
+
+def _draw_from_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """The first index whose cumulative weight exceeds the point; never one of weight 0, whatever the rounding."""
+    cdf = weights.double().cumsum(1)
+    # Rounding may leave a point at or past the total: pull it just inside, so that a real entry is hit.
+    points = torch.minimum(points, cdf[:, -1] * (1 - 1e-12))
+    return (
+        torch.searchsorted(cdf, points[:, None].clamp(min=0), right=True)
+        .squeeze(1)
+        .clamp(max=cdf.shape[1] - 1)
+    )
+
+
+def _draw_filtered(
+    logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig
+) -> torch.Tensor:
+    values, indices, probs = _candidates(logits, sampling)
+    before = probs.cumsum(1) - probs
+    keep = before < sampling.top_p
+    if sampling.min_p > 0.0:
+        keep &= probs >= sampling.min_p * probs[:, :1]
+    keep[:, 0] = True
+    weights = torch.where(keep, probs, 0.0)
+    place = _draw_from_cdf(weights, uniforms.double() * weights.double().sum(1))
+    return indices.gather(1, place[:, None]).squeeze(1)
+
+
+def _candidates(
+    logits: torch.Tensor, sampling: SamplingConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The highest logits, sorted, that can hold every token the filters keep: values, indices, probabilities."""
+    vocab = logits.shape[1]
+    if sampling.top_k > 0:
+        values, indices = logits.topk(min(sampling.top_k, vocab), dim=1)
+        return values, indices, values.softmax(1)
+    total = logits.logsumexp(1, keepdim=True)
+    count = min(FIRST_CANDIDATES, vocab)
+    while True:
+        values, indices = logits.topk(count, dim=1)
+        probs = (values - total).exp()
+        covered = probs.sum(1) >= sampling.top_p
+        if sampling.min_p > 0.0:
+            covered |= probs[:, -1] < sampling.min_p * probs[:, 0]
+        if count == vocab or bool(covered.all()):
+            return values, indices, probs
+        count = min(count * 8, vocab)

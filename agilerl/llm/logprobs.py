@@ -1,0 +1,202 @@
+"""Log-probs of chosen tokens from hidden states, in row tiles: ``(tile_rows, V)`` is the largest tensor that exists.
+
+A frozen head takes the fast path: a row's log-prob is a scalar, so its gradient with respect to the hidden state, the
+head's row at the target minus the softmax-weighted head, is formed in the same walk over the tiles as the value, and
+backward only scales it. A trained head (LoRA on it) recomputes each tile in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+# A tile that stays in the processor's cache is fastest on CPU; on an accelerator larger tiles fill the device better.
+TILE_BYTES = {"cpu": 16 * 2**20}
+DEFAULT_TILE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class LogitHead:
+    """How a model turns hidden states into logits."""
+
+    module: nn.Module
+    """The output embedding, as it stands in the model (possibly wrapped by PEFT)."""
+    weight: torch.Tensor | None
+    """``(V, D)`` weight when the head is a frozen plain linear layer, else None."""
+    bias: torch.Tensor | None
+    scale: float = 1.0
+    """Factor on the logits (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``)."""
+    softcap: float | None = None
+    """``cap * tanh(logits / cap)`` (Gemma's ``final_logit_softcapping``)."""
+    vocab_size: int = 0
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``(N, D)`` hidden states to ``(N, V)`` logits, before any temperature."""
+        if self.weight is None:
+            logits = self.module(hidden)
+        else:
+            logits = nn.functional.linear(hidden, self.weight, self.bias)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+@dataclass(frozen=True)
+class TokenLogProbs:
+    """Log-probs and entropies of ``N`` tokens."""
+
+    logp: torch.Tensor
+    """``(N,)``, with gradient to the hidden states where they have one."""
+    entropy: torch.Tensor
+    """``(N,)`` entropy in nats of the distribution each token was drawn from; no gradient."""
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: LogitHead,
+    *,
+    temperature: float = 1.0,
+    fp32: bool = True,
+    tile_rows: int | None = None,
+) -> TokenLogProbs:
+    """Log-probs of ``targets`` under ``softmax(logits(hidden) / temperature)``.
+
+    Args:
+        hidden: ``(N, D)``.
+        targets: ``(N,)`` token ids.
+        head: The model's head.
+        temperature: Divides the logits.
+        fp32: Reduce over the vocabulary in float32 (float64 hidden states stay float64); otherwise in the dtype of the
+            logits.
+        tile_rows: Rows per tile; None picks one that fits ``TILE_BYTES``.
+    """
+    rows = tile_rows or _auto_tile_rows(hidden, head.vocab_size)
+    if head.weight is not None:
+        logp, entropy = _FrozenHeadLogProbs.apply(hidden, targets, head, temperature, fp32, rows)
+        return TokenLogProbs(logp, entropy)
+    tiles = [
+        _trained_head_tile(
+            hidden[start : start + rows], targets[start : start + rows], head, temperature, fp32
+        )
+        for start in range(0, hidden.shape[0], rows)
+    ]
+    if not tiles:
+        empty = hidden.new_zeros(0, dtype=_reduction_dtype(hidden, fp32))
+        return TokenLogProbs(empty + hidden.sum(), empty)
+    return TokenLogProbs(torch.cat([t[0] for t in tiles]), torch.cat([t[1] for t in tiles]))
+
+
+def _auto_tile_rows(hidden: torch.Tensor, vocab_size: int) -> int:
+    budget = TILE_BYTES.get(hidden.device.type, DEFAULT_TILE_BYTES)
+    return max(16, budget // (4 * max(vocab_size, 1)))
+
+
+def _reduction_dtype(hidden: torch.Tensor, fp32: bool) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32) if fp32 else hidden.dtype
+
+
+def _trained_head_tile(
+    hidden: torch.Tensor, targets: torch.Tensor, head: LogitHead, temperature: float, fp32: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def tile(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = head.logits(hidden).to(_reduction_dtype(hidden, fp32)) / temperature
+        log_softmax = logits.log_softmax(-1)
+        logp = log_softmax.gather(1, targets[:, None]).squeeze(1)
+        with torch.no_grad():
+            entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        return logp, entropy
+
+    if not torch.is_grad_enabled():
+        return tile(hidden)
+    return checkpoint(tile, hidden, use_reentrant=False, preserve_rng_state=False)
+
+
+class _FrozenHeadLogProbs(torch.autograd.Function):
+    """Value, entropy and gradient with respect to the hidden states in one walk over the row tiles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        head: LogitHead,
+        temperature: float,
+        fp32: bool,
+        rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = _reduction_dtype(hidden, fp32)
+        logp = hidden.new_empty(hidden.shape[0], dtype=dtype)
+        entropy = torch.empty_like(logp)
+        need_grad = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden) if need_grad else None
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            tile_gradient = gradient[part] if gradient is not None else None
+            logp[part], entropy[part] = _walk_tile(
+                hidden[part], targets[part], head, temperature, dtype, tile_gradient
+            )
+        ctx.mark_non_differentiable(entropy)
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logp: torch.Tensor, _grad_entropy: torch.Tensor) -> tuple[Any, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (grad_logp[:, None] * gradient).to(gradient.dtype), None, None, None, None, None
+
+
+def _walk_tile(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: LogitHead,
+    temperature: float,
+    dtype: torch.dtype,
+    gradient_out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One tile. Works in place on a single ``(rows, V)`` buffer wherever the dtype allows."""
+    assert head.weight is not None
+    z = nn.functional.linear(hidden, head.weight, head.bias).to(dtype)
+    if head.scale != 1.0:
+        z *= head.scale
+    slope: Callable[[torch.Tensor], torch.Tensor] | None = None
+    if head.softcap is not None:
+        tanh = z.div_(head.softcap).tanh_().clone()
+        z.mul_(head.softcap)
+        slope = lambda p: p * (1.0 - tanh.square())  # noqa: E731 - the tanh tile is only alive where it is needed
+    z.div_(temperature)
+
+    z.sub_(z.amax(1, keepdim=True))
+    target_z = z.gather(1, targets[:, None]).squeeze(1)
+    p = z.exp()
+    total = p.sum(1)
+    log_total = total.log()
+    p.div_(total[:, None])
+    # H = log(sum exp z) - sum p z; a batched dot product needs no temporary tile.
+    entropy = log_total - torch.bmm(p[:, None, :], z[:, :, None]).view(-1)
+    if gradient_out is not None:
+        gradient_out.copy_(_hidden_gradient(p, targets, head, slope).mul_(head.scale / temperature))
+    return target_z - log_total, entropy
+
+
+def _hidden_gradient(
+    p: torch.Tensor,
+    targets: torch.Tensor,
+    head: LogitHead,
+    slope: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> torch.Tensor:
+    """``d logp / d hidden`` of every row before scale and temperature: ``(onehot - p) * slope @ W``; overwrites p."""
+    assert head.weight is not None
+    residual = p.neg_()
+    residual.scatter_add_(1, targets[:, None], torch.ones_like(residual[:, :1]))
+    if slope is not None:
+        residual = slope(residual)
+    return residual.to(head.weight.dtype) @ head.weight

@@ -1,0 +1,170 @@
+"""Loading adapters into a policy whose LoRA config may differ: compare, merge, pad to a larger rank."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from typing import Any
+
+import torch
+from peft import LoraConfig, set_peft_model_state_dict
+
+from agilerl.llm.checkpoint import adapter_state_dict
+from agilerl.llm.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+# Fields that do not change what an adapter computes or holds.
+_NO_EFFECT = {
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "peft_type",
+    "init_lora_weights",
+    "runtime_config",
+    "loftq_config",
+    "lora_dropout",
+}
+_MERGED = ("r", "target_modules", "modules_to_save")
+
+
+def differing_fields(live: LoraConfig, saved: LoraConfig) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two configs describe different adapters, as ``(live, saved)``."""
+    mine, theirs = _comparable(live), _comparable(saved)
+    return {
+        n: (mine.get(n), theirs.get(n))
+        for n in sorted(mine | theirs)
+        if mine.get(n) != theirs.get(n)
+    }
+
+
+def check_same_config(live: LoraConfig, saved: LoraConfig) -> None:
+    """Raise ValueError listing each field in which two configs differ."""
+    differing = differing_fields(live, saved)
+    if differing:
+        listed = "; ".join(
+            f"{n}: agent has {mine!r}, checkpoint {theirs!r}"
+            for n, (mine, theirs) in differing.items()
+        )
+        raise ValueError(
+            f"LoRA configs differ ({listed}). Create the agent with the checkpoint's lora_config, or pass "
+            "merge_lora_configs=True"
+        )
+
+
+def merge_configs(live: LoraConfig, saved: LoraConfig) -> LoraConfig:
+    """A config that can hold both: largest rank, union of targets; for other fields the live value, with a warning."""
+    for config in (live, saved):
+        if config.rank_pattern or config.alpha_pattern:
+            raise ValueError("LoRA configs with rank_pattern or alpha_pattern cannot be merged")
+    merged = copy.deepcopy(live)
+    merged.r = max(live.r, saved.r)
+    merged.target_modules = _union(live.target_modules, saved.target_modules)
+    merged.modules_to_save = (
+        sorted(_union(live.modules_to_save, saved.modules_to_save) or ()) or None
+    )
+    for name, (mine, theirs) in differing_fields(live, saved).items():
+        if name not in _MERGED:
+            logger.warning(
+                "LoRA configs differ in %s: the agent's %r is kept, not the checkpoint's %r",
+                name,
+                mine,
+                theirs,
+            )
+    return merged
+
+
+def rebuild_adapters(policy: Policy, config: LoraConfig, seed: int) -> None:
+    """Replace every adapter of a policy by one of ``config`` that computes the same function."""
+    held = {role: adapter_state_dict(policy.model, slot) for role, slot in policy.slots.items()}
+    before, old_slots = policy.lora_config, dict(policy.slots)
+    policy.lora_config = config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for role in old_slots:
+            policy.slots[role] = policy.base.add_slot(role, config)
+    for role, tensors in held.items():
+        load_adapter(policy, role, tensors, before)
+    for slot in old_slots.values():
+        policy.base.remove_slot(slot)
+    policy.activate("actor")
+
+
+def load_adapter(
+    policy: Policy, role: str, tensors: dict[str, torch.Tensor], config: LoraConfig
+) -> None:
+    """Load tensors of an adapter of ``config`` onto a role, padded where the role has a larger rank or more targets.
+
+    The padding leaves the function unchanged: new rows of A keep their fresh values, new columns of B are zero, and B
+    absorbs the change of scaling.
+
+    Raises:
+        ValueError: If the tensors do not fit into the role's adapter.
+    """
+    slot = policy.slot(role)
+    live = adapter_state_dict(policy.model, slot)
+    unknown = sorted(tensors.keys() - live.keys())
+    if unknown:
+        raise ValueError(
+            f"the checkpoint's {role} adapter has tensors that this agent's has not: {unknown[:4]}"
+        )
+    same_shape = tensors.keys() == live.keys() and all(
+        tensors[n].shape == live[n].shape for n in live
+    )
+    rescale = _scaling(config) / _scaling(policy.lora_config)
+    if same_shape and rescale == 1.0:
+        placed = tensors
+    else:
+        placed = {n: _place(n, fresh, tensors.get(n), rescale) for n, fresh in live.items()}
+    set_peft_model_state_dict(policy.model, placed, adapter_name=slot)
+
+
+def _place(
+    name: str, fresh: torch.Tensor, saved: torch.Tensor | None, rescale: float
+) -> torch.Tensor:
+    """A saved tensor in the leading rank slice of a fresh one."""
+    is_a, is_b = (
+        ("lora_A" in name or "lora_embedding_A" in name),
+        ("lora_B" in name or "lora_embedding_B" in name),
+    )
+    placed = fresh.clone()
+    if is_b:
+        placed.zero_()
+    if saved is None:
+        return placed
+    if any(s > f for s, f in zip(saved.shape, fresh.shape, strict=True)) or not (
+        is_a or is_b or saved.shape == fresh.shape
+    ):
+        raise ValueError(
+            f"{name} has shape {tuple(saved.shape)}, which does not fit into {tuple(fresh.shape)}"
+        )
+    placed[tuple(slice(0, n) for n in saved.shape)] = saved * (rescale if is_b else 1.0)
+    return placed
+
+
+def _scaling(config: LoraConfig) -> float:
+    return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+
+
+def _comparable(config: LoraConfig) -> dict[str, Any]:
+    fields = {name: value for name, value in config.to_dict().items() if name not in _NO_EFFECT}
+    return {
+        name: sorted(v) if isinstance(v, set | list | tuple) else v or None
+        for name, v in fields.items()
+    }
+
+
+def _union(first: Any, second: Any) -> Any:
+    if first == second or second is None:
+        return first
+    if first is None:
+        return second
+    if isinstance(first, str) or isinstance(second, str):
+        raise ValueError(
+            f"target_modules {first!r} and {second!r} cannot be merged: one is a pattern"
+        )
+    return set(first) | set(second)

@@ -1,0 +1,215 @@
+"""The objectives as functions of tensors: importance ratios, surrogates, KL and reductions.
+
+All take ``(B, S)`` log-probs at the sampling temperature and an action mask; masked positions never contribute, in
+value or gradient, even where they hold inf or nan.
+
+Sources: GRPO https://arxiv.org/abs/2402.03300, GSPO https://arxiv.org/abs/2507.18071,
+CISPO https://arxiv.org/abs/2506.13585, k3 http://joschu.net/blog/kl-approx.html,
+``"constant"`` reduction (Dr. GRPO) https://arxiv.org/abs/2503.20783.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from agilerl.llm.config import LossConfig, LossType, RatioLevel, Reduction
+
+Objective = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, tuple[float, float]], torch.Tensor]
+
+
+def clipped_surrogate(
+    logp: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, band: tuple[float, float]
+) -> torch.Tensor:
+    """``-min(r A, clamp(r) A)`` per token: GRPO and, with a trajectory ratio, GSPO."""
+    return -torch.minimum(ratio * advantages, ratio.clamp(*band) * advantages)
+
+
+def clamped_weight(
+    logp: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, band: tuple[float, float]
+) -> torch.Tensor:
+    """``-sg(clamp(r)) A logp`` per token: CISPO. Bounds a token's weight, never its gradient to zero."""
+    return -ratio.clamp(*band).detach() * advantages * logp
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """What a ``loss_type`` stands for."""
+
+    objective: Objective
+    forced_level: RatioLevel | None
+    default_reduction: Reduction
+
+
+LOSS_TABLE: dict[LossType, LossRow] = {
+    "grpo": LossRow(clipped_surrogate, None, "sequence"),
+    "gspo": LossRow(clipped_surrogate, "trajectory", "sequence"),
+    "cispo": LossRow(clamped_weight, None, "token"),
+}
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Per-token quantities of one micro-batch, detached but for ``loss``; all ``(B, S)`` but for ``loss``."""
+
+    loss: torch.Tensor
+    """Scalar: the weighted sum, ready for backward."""
+    per_row: torch.Tensor
+    """``(B,)`` contribution of each row to ``loss``."""
+    ratio: torch.Tensor
+    kl: torch.Tensor | None
+    importance_weight: torch.Tensor | None
+    """Sampler correction before the cap, 0 where it was not finite."""
+
+
+def clip_band(clip_coef: float | tuple[float, float]) -> tuple[float, float]:
+    """Resolve ``clip_coef``: a scalar c is ``[1 - c, 1 + c]``, a tuple the absolute band ``(lo, hi)``.
+
+    Raises:
+        ValueError: Unless ``0 <= lo < hi``.
+    """
+    low, high = (
+        clip_coef if isinstance(clip_coef, tuple | list) else (1.0 - clip_coef, 1.0 + clip_coef)
+    )
+    if not 0.0 <= low < high:
+        raise ValueError(
+            f"clip_coef is {clip_coef}: the ratio band ({low}, {high}) must satisfy 0 <= lo < hi; "
+            "pass a scalar in (0, 1] or a tuple such as (0.0, 5.0)"
+        )
+    return float(low), float(high)
+
+
+def k3(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
+    """``exp(ref - logp) - (ref - logp) - 1``: an unbiased, non-negative estimate of KL(policy || reference)."""
+    delta = ref_logp - logp
+    return delta.exp() - delta - 1.0
+
+
+def pooled_log_ratio(
+    log_ratio: torch.Tensor,
+    mask: torch.Tensor,
+    level: RatioLevel,
+    turn_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mean log-ratio over each unit's action tokens, scattered back to its tokens.
+
+    A mean, not a sum: a product over tokens explodes or vanishes with length.
+
+    Args:
+        log_ratio: ``(B, S)``, 0 outside ``mask``.
+        mask: ``(B, S)`` bool.
+        level: ``"token"`` returns ``log_ratio`` as it is.
+        turn_ids: ``(B, S)``, needed for ``"turn"``.
+    """
+    if level == "token":
+        return log_ratio
+    if level == "trajectory":
+        mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        return torch.where(mask, mean, 0.0)
+    if turn_ids is None:
+        raise ValueError('importance_sampling_level "turn" needs turn_ids in learn()')
+    index = torch.where(mask, turn_ids, 0)
+    turns = int(index.max()) + 1 if index.numel() else 1
+    zeros = log_ratio.new_zeros(log_ratio.shape[0], turns)
+    total = zeros.scatter_add(1, index, log_ratio)
+    count = zeros.scatter_add(1, index, mask.to(log_ratio.dtype))
+    return torch.where(mask, (total / count.clamp(min=1)).gather(1, index), 0.0)
+
+
+def reduction_weights(
+    mask: torch.Tensor, reduction: Reduction, max_output_tokens: int | None = None
+) -> torch.Tensor:
+    """Weight of every token in the loss of a mini-batch, so that ``loss = sum(weights * terms)``.
+
+    Computed once over the whole mini-batch and then sliced, so that a gradient depends neither on the micro-batch size
+    nor on padding.
+
+    Args:
+        mask: ``(B, S)`` bool over the mini-batch.
+        reduction: ``"sequence"`` mean over sequences of token means; ``"token"`` mean over tokens; ``"constant"`` sum /
+            (sequences x ``max_output_tokens``); ``"sum"``.
+        max_output_tokens: Tokens; needed for ``"constant"``.
+
+    Returns:
+        ``(B, S)`` float64, 0 outside ``mask``.
+    """
+    weights = mask.to(torch.float64)
+    tokens = weights.sum(1, keepdim=True)
+    sequences = (tokens > 0).sum().clamp(min=1)
+    if reduction == "sequence":
+        return weights / tokens.clamp(min=1) / sequences
+    if reduction == "token":
+        return weights / tokens.sum().clamp(min=1)
+    if reduction == "constant":
+        if max_output_tokens is None:
+            raise ValueError('loss_reduction "constant" needs max_output_tokens')
+        return weights / (sequences * max_output_tokens)
+    return weights
+
+
+def policy_loss(
+    logp: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    weights: torch.Tensor,
+    config: LossConfig,
+    *,
+    old_logp: torch.Tensor | None = None,
+    ref_logp: torch.Tensor | None = None,
+    sampling_logp: torch.Tensor | None = None,
+    turn_ids: torch.Tensor | None = None,
+) -> LossTerms:
+    """The loss of one micro-batch; every tensor is ``(B, S)``.
+
+    Args:
+        logp: Log-probs under the policy being trained, with gradient.
+        advantages: Per-token advantages.
+        mask: Trained action positions.
+        weights: This micro-batch's rows of :func:`reduction_weights`.
+        config: Objective, ratio level, clip band, KL weight, correction cap.
+        old_logp: Log-probs when the batch was collected; None when they are provably the current ones.
+        ref_logp: Log-probs under the reference policy; None leaves the KL out.
+        sampling_logp: Log-probs the sampler reported; None leaves the correction out.
+        turn_ids: Turn per position.
+    """
+    logp = torch.where(mask, logp, 0.0)
+    old = logp.detach() if old_logp is None else torch.where(mask, old_logp, 0.0)
+    advantages = torch.where(mask, advantages, 0.0)
+    row = LOSS_TABLE[config.loss_type]
+
+    kl = None
+    if ref_logp is not None:
+        kl = torch.where(mask, k3(logp, torch.where(mask, ref_logp, 0.0)), 0.0)
+    if config.kl_shaping and kl is not None:
+        shape = kl.detach()
+        row_mean = shape.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        advantages = torch.where(mask, advantages + config.beta * (row_mean - shape), 0.0)
+
+    ratio = pooled_log_ratio(logp - old, mask, config.ratio_level, turn_ids).exp()
+    terms = row.objective(logp, ratio, advantages, config.clip_band)
+
+    importance_weight = None
+    if sampling_logp is not None:
+        importance_weight = _importance_weight(old, sampling_logp, mask)
+        terms = terms * importance_weight.clamp(max=config.importance_weight_cap)
+    if kl is not None and not config.kl_shaping:
+        terms = terms + config.beta * kl
+
+    per_row = (torch.where(mask, terms, 0.0) * weights.to(terms.dtype)).sum(1)
+    return LossTerms(
+        per_row.sum(), per_row.detach(), ratio.detach(), _detached(kl), importance_weight
+    )
+
+
+def _importance_weight(
+    old: torch.Tensor, sampling_logp: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """``exp(old - gen)`` per token, 0 where it is not finite."""
+    weight = (old.detach() - sampling_logp).exp()
+    return torch.where(mask & weight.isfinite(), weight, 0.0)
+
+
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach()

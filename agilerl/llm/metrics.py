@@ -1,0 +1,89 @@
+"""The numbers that ``learn`` returns, accumulated over micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from agilerl.llm.losses import LossTerms
+
+
+@dataclass
+class UpdateMetrics:
+    """Sums over the trained tokens of every micro-batch, turned into means at the end."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped_steps: int = 0
+
+    def add(
+        self,
+        terms: LossTerms,
+        entropy: torch.Tensor,
+        mask: torch.Tensor,
+        clip_band: tuple[float, float],
+        cap: float | None,
+    ) -> None:
+        """Take in one micro-batch; ``entropy`` is ``(N,)``, the masks and terms ``(B, S)``."""
+        ratio = terms.ratio[mask]
+        self.tokens += ratio.numel()
+        outside = (ratio < clip_band[0]) | (ratio > clip_band[1])
+        self._sum(clip_fraction=outside.sum(), entropy=entropy.sum(), ratio_mean=ratio.sum())
+        self._max(ratio_max=ratio.max() if ratio.numel() else ratio.new_zeros(()))
+        if terms.kl is not None:
+            self._sum(mean_kl=terms.kl[mask].sum())
+        if terms.importance_weight is not None:
+            weight = terms.importance_weight[mask]
+            self._sum(importance_weight_mean=weight.sum())
+            self._sum(importance_weight_capped=(weight > (math.inf if cap is None else cap)).sum())
+            self._max(importance_weight_max=weight.max())
+
+    def result(self) -> dict[str, float]:
+        """Means per token, maxima, mean loss and gradient norm per optimizer step; nan where nothing was measured."""
+        means = {name: value / max(self.tokens, 1) for name, value in self.sums.items()}
+        return {
+            "mean_loss": _mean(self.losses),
+            "mean_kl": math.nan,
+            "clip_fraction": 0.0,
+            "entropy": math.nan,
+            "ratio_mean": 1.0,
+            "ratio_max": 1.0,
+            "grad_norm": _mean(self.grad_norms),
+            "skipped_steps": float(self.skipped_steps),
+            **means,
+            **self.maxima,
+        }
+
+    def _sum(self, **values: torch.Tensor) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+
+    def _max(self, **values: torch.Tensor) -> None:
+        for name, value in values.items():
+            self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
+
+
+def batch_metrics(
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    action_mask: torch.Tensor,
+    zero_variance_groups: int,
+) -> Mapping[str, float]:
+    """Facts of the batch that no forward is needed for; lengths in generated tokens."""
+    trained = advantages[mask]
+    return {
+        "advantage_mean": float(trained.mean()) if trained.numel() else 0.0,
+        "advantage_std": float(trained.std()) if trained.numel() > 1 else 0.0,
+        "completion_length": float(action_mask.sum(1).float().mean()),
+        "zero_variance_groups": float(zero_variance_groups),
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

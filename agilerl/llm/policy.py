@@ -1,0 +1,270 @@
+"""One frozen base, many adapters.
+
+``SharedBase`` owns a frozen model, wrapped once with PEFT; ``Policy`` is one agent's view of it: an adapter slot per role.
+Two agents built from the same model object, or from the same name and settings, share the base.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import weakref
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from agilerl.llm import adapters
+from agilerl.llm.batch import Batch
+from agilerl.llm.config import ForwardConfig
+from agilerl.llm.forward import action_hidden_states, supports_shared_prefixes
+from agilerl.llm.logprobs import LogitHead, TokenLogProbs, token_logprobs
+
+logger = logging.getLogger(__name__)
+
+Role = Literal["actor", "reference"]
+# By the model's id, which stays its own as long as the base that holds the model lives.
+_bases: weakref.WeakValueDictionary[int, SharedBase] = weakref.WeakValueDictionary()
+_loaded: weakref.WeakValueDictionary[str, PreTrainedModel] = weakref.WeakValueDictionary()
+_slot_numbers = itertools.count()
+
+
+class SharedBase:
+    """One frozen model and the adapter slots of every agent on it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.model.requires_grad_(False)
+        self.peft: PeftModel | None = None
+        self._active: tuple[str | None, bool] | None = None
+        self._shares_prefixes: bool | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> SharedBase:
+        """The base that owns ``model``; a new one the first time."""
+        base = _bases.get(id(model))
+        if base is None:
+            base = _bases[id(model)] = cls(model)
+        return base
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The model without its head."""
+        return self.model.base_model
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether running a prompt once for its completions is exact on this model; probed once."""
+        if self._shares_prefixes is None:
+            config = self.model.config.get_text_config()
+            self._shares_prefixes = supports_shared_prefixes(self.decoder, config.vocab_size)
+        return self._shares_prefixes
+
+    def add_slot(self, role: str, config: LoraConfig) -> str:
+        """Add an adapter and return its name."""
+        slot = f"{role}_{next(_slot_numbers)}"
+        if self.peft is None:
+            self.peft = get_peft_model(self.model, config, adapter_name=slot)
+        else:
+            self.peft.add_adapter(slot, config)
+        self._active = None
+        return slot
+
+    def remove_slot(self, slot: str) -> None:
+        """Delete an adapter; with the last one the user's model is plain again."""
+        assert self.peft is not None
+        others = [name for name in self.peft.peft_config if name != slot]
+        if others:
+            self.peft.set_adapter(others[0])
+            self.peft.delete_adapter(slot)
+        else:
+            self.peft.unload()
+            self.peft = None
+        self._active = None
+
+    def activate(self, slot: str | None, trainable: bool) -> None:
+        """Make one adapter the model's only one; None: the bare base."""
+        if self._active == (slot, trainable):
+            return
+        assert self.peft is not None
+        if slot is None:
+            self.peft.base_model.disable_adapter_layers()
+        else:
+            self.peft.base_model.enable_adapter_layers()
+            self.peft.set_adapter(slot, inference_mode=not trainable)
+        self._active = (slot, trainable)
+
+
+class Policy:
+    """One agent's adapters on a shared base."""
+
+    def __init__(
+        self, base: SharedBase, lora_config: LoraConfig, *, separate_reference: bool, seed: int
+    ) -> None:
+        self.base = base
+        self.lora_config = lora_config
+        self.slots: dict[str, str] = {}
+        self._decoder: nn.Module | None = None
+        # The same seed gives the same first adapter, whatever ran before.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.slots["actor"] = base.add_slot("actor", lora_config)
+        if separate_reference:
+            self.slots["reference"] = base.add_slot("reference", lora_config)
+            self.copy_role("actor", "reference")
+        self.activate("actor")
+
+    @property
+    def model(self) -> PeftModel:
+        """The PEFT model all agents on this base share."""
+        assert self.base.peft is not None
+        return self.base.peft
+
+    @property
+    def roles(self) -> list[str]:
+        return list(self.slots)
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    def slot(self, role: str) -> str:
+        """The PEFT adapter name behind a role.
+
+        Raises:
+            ValueError: For a role this policy does not have.
+        """
+        if role not in self.slots:
+            raise ValueError(
+                f"adapter_name {role!r} is not a role of this agent; it has {self.roles}"
+            )
+        return self.slots[role]
+
+    def activate(self, role: str) -> None:
+        """Make a role's adapter the active one; only the actor's parameters require gradients."""
+        self.base.activate(self.slot(role), trainable=role != "reference")
+
+    @contextlib.contextmanager
+    def active(self, role: str | None) -> Iterator[None]:
+        """Within it ``role`` is active (None: the bare base); afterwards the actor is."""
+        if role is None:
+            self.base.activate(None, trainable=False)
+        else:
+            self.activate(role)
+        try:
+            yield
+        finally:
+            self.activate("actor")
+
+    def parameters(self, role: str = "actor") -> dict[str, nn.Parameter]:
+        """A role's parameters by name, the slot's name left out, in a fixed order."""
+        return adapters.adapter_parameters(self.model, self.slot(role))
+
+    def copy_role(self, source: str, target: str) -> None:
+        """Copy one role's weights onto another's."""
+        adapters.copy_adapter(self.parameters(source), self.parameters(target))
+
+    def release(self) -> None:
+        """Delete this policy's slots; the base goes with its last user."""
+        for slot in self.slots.values():
+            self.base.remove_slot(slot)
+        self.slots = {}
+
+    @contextlib.contextmanager
+    def rollout_weights(self) -> Iterator[None]:
+        """Within it the actor is folded into copies of the weights, where that is exact."""
+        self.activate("actor")
+        with adapters.folded_adapter(self.model, self.slot("actor")):
+            yield
+
+    def compile(self, mode: str | None) -> None:
+        """Run training forwards through ``torch.compile`` with this mode; None: as they are."""
+        self._decoder = (
+            None if mode is None else torch.compile(self.base.decoder, mode=mode, dynamic=True)
+        )
+
+    def head(self) -> LogitHead:
+        """The head as it stands now."""
+        return find_head(self.base.model)
+
+    def logprobs(self, batch: Batch, config: ForwardConfig) -> TokenLogProbs:
+        """Log-probs of a batch's actions under the active adapter, flat ``(N,)`` in the order of ``batch.targets``."""
+        # A compiled forward keeps to plain rows: one shape-generic graph instead of one per kind of call.
+        share = self._decoder is None and config.use_position_ids and self.base.shares_prefixes
+        decoder = self.base.decoder if self._decoder is None else self._decoder
+        hidden = action_hidden_states(decoder, batch, config, share_prefixes=share)
+        return token_logprobs(
+            hidden,
+            batch.targets,
+            self.head(),
+            temperature=config.temperature,
+            fp32=config.fp32_logits,
+            tile_rows=config.tile_rows,
+        )
+
+    @torch.no_grad()
+    def frozen_logprobs(
+        self, batch: Batch, role: str | None, config: ForwardConfig
+    ) -> torch.Tensor:
+        """Log-probs ``(B, S)`` of a whole batch under a role (None: the bare base), without gradients.
+
+        Computed ``config.micro_batch_size`` rows at a time; 0 outside the action mask.
+        """
+        parts = []
+        with self.active(role):
+            for rows in torch.arange(len(batch), device=batch.token_ids.device).split(
+                config.micro_batch_size
+            ):
+                parts.append(self.logprobs(batch.select(rows), config).logp)
+        return scatter_actions(torch.cat(parts), batch.action_mask)
+
+
+def scatter_actions(values: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+    """``(N,)`` values of the actions, row by row, into ``(B, S)`` with 0 elsewhere; differentiable."""
+    return values.new_zeros(action_mask.shape).masked_scatter(action_mask, values)
+
+
+def find_head(model: PreTrainedModel) -> LogitHead:
+    """Read off a causal LM how it makes logits: its output embedding and the scaling its config asks for."""
+    module = model.get_output_embeddings()
+    if module is None:
+        raise ValueError(
+            f"{type(model).__name__} has no output embedding; pass a causal language model"
+        )
+    config = model.config.get_text_config()
+    scale = 1.0
+    if getattr(config, "logit_scale", None) is not None:
+        scale *= config.logit_scale
+    if getattr(config, "logits_scaling", None) is not None:
+        scale /= config.logits_scaling
+    plain = type(module) is nn.Linear and not module.weight.requires_grad
+    return LogitHead(
+        module=module,
+        weight=module.weight if plain else None,
+        bias=module.bias if plain else None,
+        scale=scale,
+        softcap=getattr(config, "final_logit_softcapping", None),
+        vocab_size=config.vocab_size,
+    )
+
+
+def load_base(
+    name: str, model_config: dict[str, Any] | None, device: str | torch.device
+) -> PreTrainedModel:
+    """Load a model by name or path; the same name, settings and device give the same object while it is in use."""
+    from transformers import AutoModelForCausalLM
+
+    key = repr((name, sorted((model_config or {}).items(), key=lambda item: item[0]), str(device)))
+    model = _loaded.get(key)
+    if model is None:
+        model = AutoModelForCausalLM.from_pretrained(name, **(model_config or {})).to(device)
+        _loaded[key] = model
+    return model
