@@ -1,0 +1,381 @@
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agilerl.llm_envs import RewardError, RewardPool
+
+
+def score(pool: RewardPool, completions: list[str]) -> list[float]:
+    return pool.score(completions, ["a"] * len(completions), ["q"] * len(completions))
+
+
+def test_every_call_gets_its_own_arguments_and_place() -> None:
+    def reward_fn(completion: str, answer: int, question: str) -> float:
+        time.sleep(0.02 if completion == "0" else 0.0)  # The first to start is the last to end.
+        return int(completion) * 100 + answer * 10 + len(question)
+
+    pool = RewardPool(reward_fn)
+    assert pool.score(["0", "1", "2"], [0, 5, 7], ["", "x", "xx"]) == [0.0, 151.0, 272.0]
+    assert pool.score([], [], []) == []
+
+
+def test_async_functions() -> None:
+    async def reward_fn(completion: str, answer: Any, question: str) -> float:
+        await asyncio.sleep(0.001)
+        return len(completion)
+
+    class Scorer:
+        async def __call__(self, completion: str, answer: Any, question: str) -> float:
+            return await reward_fn(completion, answer, question)
+
+    def plain(completion: str, answer: Any, question: str) -> Any:
+        return reward_fn(completion, answer, question)
+
+    for function in (reward_fn, Scorer(), functools.partial(reward_fn), plain):
+        pool = RewardPool(function)
+        assert score(pool, ["x" * n for n in range(40)]) == list(range(40))
+        pool.close()
+
+
+def test_async_functions_share_one_event_loop() -> None:
+    """A client made on one loop does not work on another."""
+    loops = set()
+
+    async def reward_fn(completion: str, answer: Any, question: str) -> float:
+        loops.add(id(asyncio.get_running_loop()))
+        return 0.0
+
+    pool = RewardPool(reward_fn)
+    for _ in range(3):
+        score(pool, ["x"] * 8)
+    assert len(loops) == 1
+
+
+def test_works_inside_a_running_event_loop() -> None:
+    async def reward_fn(completion: str, answer: Any, question: str) -> float:
+        return 1.0
+
+    async def notebook_cell() -> list[float]:
+        return score(RewardPool(reward_fn), ["x"])
+
+    assert asyncio.run(notebook_cell()) == [1.0]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_calls_run_at_the_same_time_but_no_more_than_asked(is_async: bool) -> None:
+    lock, now, most = threading.Lock(), 0, 0
+
+    def count(step: int) -> None:
+        nonlocal now, most
+        with lock:
+            now += step
+            most = max(most, now)
+
+    def reward_fn(completion: str, answer: Any, question: str) -> float:
+        count(1)
+        time.sleep(0.02)
+        count(-1)
+        return 0.0
+
+    async def async_reward_fn(completion: str, answer: Any, question: str) -> float:
+        count(1)
+        await asyncio.sleep(0.02)
+        count(-1)
+        return 0.0
+
+    score(RewardPool(async_reward_fn if is_async else reward_fn, reward_workers=5), ["x"] * 20)
+    assert most == 5
+
+
+def test_tiny_functions_stay_cheap() -> None:
+    pool = RewardPool(lambda completion, answer, question: float(answer in completion))
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        score(pool, ["x"] * 256)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (-2.5, -2.5),
+        (Fraction(1, 4), 0.25),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (np.array(2.0), 2.0),
+        (torch.tensor(1.5), 1.5),
+        (torch.tensor(True), 1.0),
+        (torch.tensor(2.0, requires_grad=True), 2.0),
+    ],
+)
+def test_numbers_of_every_kind(value: Any, expected: float) -> None:
+    (reward,) = score(RewardPool(lambda *args: value), ["x"])
+    assert reward == expected
+    assert type(reward) is float
+
+
+@pytest.mark.parametrize("failure_reward", [None, -1.0])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (None, TypeError),
+        ("1.0", TypeError),
+        ([1.0], TypeError),
+        (torch.tensor([1.0]), TypeError),
+        (np.array([1.0, 2.0]), TypeError),
+        (1j, TypeError),
+        (math.nan, ValueError),
+        (-math.inf, ValueError),
+        (torch.tensor(math.nan), ValueError),
+        (10**400, ValueError),
+        (1e39, ValueError),
+    ],
+)
+def test_a_wrong_return_value_is_an_error_at_once(
+    value: Any, error: type[Exception], failure_reward: float | None
+) -> None:
+    pool = RewardPool(lambda *args: value, failure_reward=failure_reward)
+    with pytest.raises(error, match=r"(?s)reward_fn returned .*return one finite.*the completion"):
+        score(pool, ["the completion"])
+    assert pool.failures == 0
+
+
+def test_a_wrong_return_value_of_an_async_function() -> None:
+    async def reward_fn(completion: str, answer: Any, question: str) -> None:
+        return None
+
+    with pytest.raises(TypeError, match="reward_fn returned None of type NoneType"):
+        score(RewardPool(reward_fn, failure_reward=0.0), ["x"])  # type: ignore[arg-type]
+
+
+def fails_on_b(completion: str, answer: Any, question: str) -> float:
+    if completion.startswith("b"):
+        raise ZeroDivisionError("no such number")
+    return 1.0
+
+
+async def fails_on_b_async(completion: str, answer: Any, question: str) -> float:
+    return fails_on_b(completion, answer, question)
+
+
+@pytest.mark.parametrize("reward_fn", [fails_on_b, fails_on_b_async])
+def test_an_exception_is_raised_with_the_completion(reward_fn: Any) -> None:
+    long = "b" * 2000
+    with pytest.raises(RewardError) as caught:
+        RewardPool(reward_fn).score(["a", long], [0, 0], ["easy", "hard?"])
+    message = str(caught.value)
+    assert "ZeroDivisionError: no such number" in message
+    assert "'hard?'" in message
+    assert "bbbb" in message
+    assert "2002 characters" in message
+    assert "failure_reward" in message
+    assert len(message) < 1000
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert caught.value.__cause__.__traceback__ is not None
+
+
+@pytest.mark.parametrize("reward_fn", [fails_on_b, fails_on_b_async])
+def test_an_exception_gives_the_failure_reward(
+    reward_fn: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = RewardPool(reward_fn, failure_reward=-0.5)
+    assert score(pool, ["a", "b", "c", "bb"]) == [1.0, -0.5, 1.0, -0.5]
+    assert (pool.failures, pool.timeouts) == (2, 0)
+    assert len(caplog.records) == 1
+    assert caplog.records[0].levelno == logging.WARNING
+    assert "2 of 4 reward calls failed" in caplog.text
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_code_under_test_cannot_end_the_process_or_the_pool(
+    raised: BaseException, is_async: bool
+) -> None:
+    def reward_fn(completion: str, answer: Any, question: str) -> float:
+        if completion == "b":
+            raise raised
+        return 1.0
+
+    async def async_reward_fn(completion: str, answer: Any, question: str) -> float:
+        return reward_fn(completion, answer, question)
+
+    pool = RewardPool(async_reward_fn if is_async else reward_fn, failure_reward=0.0)
+    for _ in range(3):
+        assert score(pool, ["a", "b", "c"]) == [1.0, 0.0, 1.0]
+    assert pool.timeouts == 0
+
+
+def hangs_on_h(completion: str, answer: Any, question: str) -> float:
+    if completion == "h":
+        time.sleep(30)
+    return 1.0
+
+
+async def hangs_on_h_async(completion: str, answer: Any, question: str) -> float:
+    if completion == "h":
+        await asyncio.sleep(30)
+    return 1.0
+
+
+async def blocks_on_h_async(completion: str, answer: Any, question: str) -> float:
+    return hangs_on_h(completion, answer, question)
+
+
+@pytest.mark.parametrize("reward_fn", [hangs_on_h, hangs_on_h_async])
+def test_a_hang_costs_the_timeout_and_nobody_else(reward_fn: Any) -> None:
+    """More hangs than workers: each lost worker is replaced and every other call is scored."""
+    pool = RewardPool(reward_fn, reward_timeout=0.4, failure_reward=-1.0, reward_workers=2)
+    start = time.perf_counter()
+    assert score(pool, list("hhxhxx")) == [-1.0, -1.0, 1.0, -1.0, 1.0, 1.0]
+    assert time.perf_counter() - start < 5.0
+    assert (pool.failures, pool.timeouts) == (3, 3)
+    assert score(pool, ["x"] * 4) == [1.0] * 4
+
+
+def test_the_time_counts_from_the_start_of_the_call_itself() -> None:
+    """Six calls of 0.1 s through one worker take 0.6 s in all; none takes 0.4 s itself."""
+
+    def reward_fn(completion: str, answer: Any, question: str) -> float:
+        time.sleep(0.1)
+        return 1.0
+
+    pool = RewardPool(reward_fn, reward_timeout=0.4, reward_workers=1)
+    assert score(pool, ["x"] * 6) == [1.0] * 6
+
+
+def test_a_timeout_without_failure_reward_is_raised() -> None:
+    pool = RewardPool(hangs_on_h, reward_timeout=0.1)
+    with pytest.raises(
+        RewardError, match=r"(?s)no result after reward_timeout=0.1 s.*'h'"
+    ) as caught:
+        score(pool, ["x", "h"])
+    assert isinstance(caught.value.__cause__, TimeoutError)
+    assert score(pool, ["x"]) == [1.0]
+
+
+def test_a_timed_out_coroutine_is_cancelled() -> None:
+    cancelled = threading.Event()
+
+    async def reward_fn(completion: str, answer: Any, question: str) -> float:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return 1.0
+
+    score(RewardPool(reward_fn, reward_timeout=0.1, failure_reward=0.0), ["x"])
+    assert cancelled.wait(2.0)
+
+
+def test_a_coroutine_that_blocks_its_loop_is_left_behind() -> None:
+    pool = RewardPool(blocks_on_h_async, reward_timeout=0.3, failure_reward=-1.0)
+    assert score(pool, ["h"]) == [-1.0]
+    assert score(pool, ["x", "x"]) == [1.0, 1.0]
+
+
+def test_an_error_stops_the_calls_that_have_not_begun() -> None:
+    started = []
+
+    def reward_fn(completion: str, answer: Any, question: str) -> float:
+        started.append(completion)
+        time.sleep(0.01)
+        raise ValueError("first")
+
+    with pytest.raises(RewardError):
+        score(RewardPool(reward_fn, reward_workers=2), ["x"] * 200)
+    time.sleep(0.1)
+    assert len(started) < 10
+
+
+def test_threads_end_with_the_call() -> None:
+    before = set(threading.enumerate())
+    score(RewardPool(lambda *args: 1.0), ["x"] * 64)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=2.0)
+        assert not thread.is_alive()
+
+
+def test_close_and_go_on() -> None:
+    pool = RewardPool(fails_on_b_async)
+    assert score(pool, ["a"]) == [1.0]
+    pool.close()
+    pool.close()
+    assert score(pool, ["a"]) == [1.0]
+
+
+HANGING_SCRIPT = """
+import asyncio, time
+from agilerl.llm_envs.rewards import RewardPool
+
+def sleeps(completion, answer, question):
+    time.sleep(600)
+
+async def awaits(completion, answer, question):
+    await asyncio.sleep(600)
+
+async def blocks(completion, answer, question):
+    time.sleep(600)
+
+def spins(completion, answer, question):
+    while True:
+        pass
+
+for reward_fn in (sleeps, awaits, blocks, spins):
+    print(RewardPool(reward_fn, reward_timeout=0.2, failure_reward=-1.0).score("c", "a", "q"))
+"""
+
+
+def test_the_interpreter_exits_while_rewards_hang() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING_SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[-1.0]\n" * 4
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"reward_fn": None}, TypeError, "reward_fn must be callable, got None"),
+        ({"reward_fn": lambda completion: 1.0}, TypeError, "three arguments"),
+        ({"reward_timeout": 0}, ValueError, "reward_timeout is 0"),
+        ({"reward_timeout": math.inf}, ValueError, "reward_timeout is inf"),
+        ({"reward_timeout": None}, TypeError, "reward_timeout is None"),
+        ({"failure_reward": math.nan}, ValueError, "failure_reward is nan"),
+        ({"failure_reward": "0"}, TypeError, "failure_reward is '0'"),
+        ({"reward_workers": 0}, ValueError, "reward_workers must be 1 or more, got 0"),
+        ({"reward_workers": 2.0}, TypeError, "reward_workers must be an int"),
+        ({"reward_workers": True}, TypeError, "got True"),
+    ],
+)
+def test_bad_arguments(kwargs: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        RewardPool(**{"reward_fn": fails_on_b, **kwargs})
+
+
+def test_arguments_of_different_lengths() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        RewardPool(fails_on_b).score(["a", "b"], ["x"], ["q", "q"])
