@@ -1,0 +1,296 @@
+"""The single-turn environment: questions from a dataset, one completion each, a reward function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agilerl.llm.prompts import Conversation, PromptEncoder
+from agilerl.llm_envs.base import PromptBatch, PromptSplit, TrainingOrder, checked_int
+from agilerl.llm_envs.rewards import RewardFunction, RewardPool
+from agilerl.typing import ReasoningPrompts
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+_LEAST_EVAL_BATCH = 64
+
+
+class ReasoningGym:
+    """Hands out prompts and scores what the model answers.
+
+    Training rows come in a new order every epoch, given by the seed alone; the last batch of an
+    epoch may be short. Inside :meth:`eval_mode` the test rows come in their own order, each once::
+
+        prompts = env.reset()
+        prompts, rewards = env.step(agent.get_action(prompts).completion_ids)  # (P, G) float32
+
+        with env.eval_mode():
+            prompts = env.reset()
+            while prompts:
+                action = agent.get_action(prompts, training=False)
+                prompts, rewards = env.step(action.completion_ids)  # (P, 1)
+
+    Args:
+        train_dataset: Rows with the columns ``question`` (str) and ``answer`` (given to
+            ``reward_fn`` as it is; it never enters a prompt).
+        test_dataset: The held-out rows, same columns.
+        tokenizer: The model's tokenizer. Without a chat template the contents of the conversation
+            are concatenated.
+        reward_fn: ``reward_fn(completion, answer, question)``, plain or async, returns one finite
+            number. Called by position, in several threads at a time.
+        conversation_template: Messages ``{"role": ..., "content": ...}``; ``{question}`` in them
+            is replaced, other braces stay. A last message of the assistant is continued.
+        data_batch_size_per_gpu: Prompts per training batch (of each process).
+        accelerator: With several processes, each gets its own share of the rows: of the training
+            rows equally many, of the test rows all that there are.
+        return_raw_completions: Makes ``step`` return the completions' texts as a third element.
+        max_context_length: Rows whose prompt has more tokens are left out; None keeps all.
+        seed: Of the training order, 0 or more.
+        reward_timeout: Seconds that one call of ``reward_fn`` may take.
+        failure_reward: Reward of a completion whose call raises or runs out of time; None raises
+            ``RewardError`` with the completion shown.
+        reward_workers: Calls of ``reward_fn`` at the same time, at most.
+        eval_batch_size: Prompts per test batch; None: 64 or, if more, ``data_batch_size_per_gpu``.
+
+    Raises:
+        TypeError: An argument of the wrong type.
+        ValueError: A missing column, no rows (or none that fits), a size below 1, a template
+            without ``{question}``, a tokenizer without a pad token.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the public contract
+        self,
+        train_dataset: Dataset,
+        test_dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        reward_fn: RewardFunction,
+        conversation_template: Conversation,
+        data_batch_size_per_gpu: int = 8,
+        accelerator: Accelerator | None = None,
+        return_raw_completions: bool = False,
+        max_context_length: int | None = None,
+        seed: int = 42,
+        *,
+        reward_timeout: float = 60.0,
+        failure_reward: float | None = None,
+        reward_workers: int = 16,
+        eval_batch_size: int | None = None,
+    ) -> None:
+        self.data_batch_size_per_gpu = checked_int(
+            "data_batch_size_per_gpu", data_batch_size_per_gpu
+        )
+        if eval_batch_size is None:
+            eval_batch_size = max(_LEAST_EVAL_BATCH, data_batch_size_per_gpu)
+        self.eval_batch_size = checked_int("eval_batch_size", eval_batch_size)
+        if max_context_length is not None:
+            max_context_length = checked_int("max_context_length", max_context_length)
+        seed = checked_int("seed", seed, least=0)
+        self._pool = RewardPool(reward_fn, reward_timeout, failure_reward, reward_workers)
+        encoder = PromptEncoder(tokenizer, conversation_template)
+        self.tokenizer = _check_padding(tokenizer)
+        self._train = PromptSplit("train_dataset", train_dataset, encoder, max_context_length)
+        self._test = PromptSplit("test_dataset", test_dataset, encoder, max_context_length)
+        rank, ranks = _rank(accelerator)
+        self._order = TrainingOrder(len(self._train), data_batch_size_per_gpu, seed, rank, ranks)
+        # Equal shares would leave test rows out or score some twice.
+        self._test_rows = list(range(len(self._test)))[rank::ranks]
+        self._test_offset: int | None = None
+        self._current: PromptBatch | None = None
+
+        self.name = "ReasoningGym"
+        """Names runs and their folders; set it to the task's name."""
+        self.return_raw_completions = return_raw_completions
+        self.last_completions: list[list[str]] = []
+        """Texts that the last ``step`` scored, ``[P][G]``; its questions and answers beside it."""
+        self.last_questions: list[str] = []
+        self.last_answers: list[Any] = []
+
+    def __len__(self) -> int:
+        """Training rows, of all processes, without those left out as too long."""
+        return len(self._train)
+
+    @property
+    def num_epochs(self) -> int:
+        """Completed passes over the training rows."""
+        return self._order.epoch
+
+    @property
+    def questions(self) -> list[str]:
+        """Questions of the batch that waits for its completions."""
+        return [] if self._current is None else list(self._current.questions)
+
+    @property
+    def answers(self) -> list[Any]:
+        """Answers of the batch that waits for its completions."""
+        return [] if self._current is None else list(self._current.answers)
+
+    @property
+    def reward_failures(self) -> int:
+        """Reward calls so far that got ``failure_reward``."""
+        return self._pool.failures
+
+    def reset(self, reset_dataloaders: bool = False) -> list[ReasoningPrompts]:
+        """Hand out the next training batch; in ``eval_mode`` the first test batch.
+
+        Args:
+            reset_dataloaders: Go back to the first training batch of the first epoch.
+        """
+        if self._test_offset is not None:
+            self._test_offset = 0
+        elif reset_dataloaders:
+            self._order.rewind()
+        elif self._current is not None:
+            self._order.advance()
+        return self._hand_out()
+
+    def step(self, completion_ids: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Score the completions of the batch handed out last.
+
+        Args:
+            completion_ids: Per prompt a ``(G, T)`` long tensor: prompt, completion, right padding.
+
+        Returns:
+            The next prompts (``[]`` after the last test batch) and the rewards, ``(P, G)`` float32
+            on the CPU; with ``return_raw_completions`` also the texts, ``[P][G]``.
+
+        Raises:
+            RuntimeError: No batch is waiting: ``reset`` comes first.
+            TypeError: Not a list of integer tensors; ``reward_fn`` returned no number.
+            ValueError: Completions that do not belong to this batch; a reward that is not finite.
+            RewardError: A reward call raised or ran out of time, and no ``failure_reward`` is set.
+        """
+        if self._current is None:
+            raise RuntimeError("no prompts are waiting for completions; call reset() first")
+        batch = self._current
+        group = _check_completions(completion_ids, batch.prompts)
+        self.last_questions, self.last_answers = list(batch.questions), list(batch.answers)
+        self.last_completions = [
+            self._decode(ids, prompt["input_ids"].shape[1])
+            for ids, prompt in zip(completion_ids, batch.prompts, strict=True)
+        ]
+        scores = self._pool.score(
+            [text for texts in self.last_completions for text in texts],
+            [answer for answer in batch.answers for _ in range(group)],
+            [question for question in batch.questions for _ in range(group)],
+        )
+        rewards = torch.tensor(scores, dtype=torch.float32).reshape(-1, group)
+        if self._test_offset is None:
+            self._order.advance()
+        else:
+            self._test_offset += self.eval_batch_size
+        prompts = self._hand_out()
+        if self.return_raw_completions:
+            return prompts, rewards, self.last_completions
+        return prompts, rewards
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Walk the test rows inside; afterwards training is exactly where it was.
+
+        The training batch that waited for its completions waits for them again.
+        """
+        outside = self._current, self._test_offset
+        self._current, self._test_offset = None, 0
+        try:
+            yield
+        finally:
+            self._current, self._test_offset = outside
+
+    def state_dict(self) -> dict[str, Any]:
+        """The training position, JSON-compatible: the first batch that is not scored yet."""
+        return self._order.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved training position; ``reset`` then hands out the batch that waited there.
+
+        Raises:
+            RuntimeError: Inside ``eval_mode``, which would undo it.
+            ValueError: ``state`` was saved with other training rows or another number of processes.
+        """
+        if self._test_offset is not None:
+            raise RuntimeError("load_state_dict inside eval_mode; leave eval_mode first")
+        self._order.load_state_dict(state)
+        self._current = None
+
+    def close(self) -> None:
+        """Release the reward pool's thread."""
+        self._pool.close()
+
+    def _hand_out(self) -> list[ReasoningPrompts]:
+        if self._test_offset is None:
+            self._current = self._train.batch(self._order.current())
+        else:
+            end = self._test_offset + self.eval_batch_size
+            rows = self._test_rows[self._test_offset : end]
+            self._current = self._test.batch(rows) if rows else None
+        return [] if self._current is None else list(self._current.prompts)
+
+    def _decode(self, completion_ids: torch.Tensor, prompt_length: int) -> list[str]:
+        """Texts of the completions in ``(G, T)``, without prompt, padding and special tokens."""
+        pad = self.tokenizer.pad_token_id
+        rows = completion_ids[:, prompt_length:].tolist()
+        for row in rows:
+            while row and row[-1] == pad:
+                row.pop()
+        return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+
+
+def _check_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            "tokenizer has no pad token, so padding cannot be told from text; set for example "
+            "tokenizer.pad_token = tokenizer.eos_token"
+        )
+    return tokenizer
+
+
+def _rank(accelerator: Any) -> tuple[int, int]:
+    """Which of how many processes this one is."""
+    if accelerator is None:
+        return 0, 1
+    try:
+        return accelerator.process_index, accelerator.num_processes
+    except AttributeError as exc:
+        raise TypeError(
+            f"accelerator must be an accelerate.Accelerator or None, got {accelerator!r}"
+        ) from exc
+
+
+def _check_completions(completion_ids: Any, prompts: list[ReasoningPrompts]) -> int:
+    """Check that completions belong to ``prompts``; returns the group size G."""
+    remedy = "pass the completion_ids that get_action returned for the prompts handed out last"
+    if not isinstance(completion_ids, list | tuple):
+        raise TypeError(
+            f"completion_ids must be a list of tensors, got {type(completion_ids).__name__}; "
+            f"{remedy}"
+        )
+    if len(completion_ids) != len(prompts):
+        raise ValueError(
+            f"completion_ids has {len(completion_ids)} entries for the {len(prompts)} prompts "
+            f"handed out; {remedy}"
+        )
+    groups = set()
+    for index, (ids, prompt) in enumerate(zip(completion_ids, prompts, strict=True)):
+        if not isinstance(ids, torch.Tensor) or ids.is_floating_point():
+            raise TypeError(f"completion_ids[{index}] must be a tensor of token ids; {remedy}")
+        start = prompt["input_ids"]
+        if ids.dim() != 2 or ids.shape[0] == 0 or not _starts_with(ids, start):
+            raise ValueError(
+                f"completion_ids[{index}] of shape {tuple(ids.shape)} is not a (G, T) tensor whose "
+                f"rows start with the {start.shape[1]} tokens of prompt {index}; {remedy}"
+            )
+        groups.add(ids.shape[0])
+    if len(groups) != 1:
+        raise ValueError(f"completion_ids have groups of sizes {sorted(groups)}; use one size G")
+    return int(groups.pop())
+
+
+def _starts_with(ids: torch.Tensor, prompt: torch.Tensor) -> bool:
+    head = ids[:, : prompt.shape[1]].cpu()
+    return head.shape[1] == prompt.shape[1] and bool((head == prompt).all())
