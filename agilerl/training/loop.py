@@ -155,6 +155,7 @@ class TrainingLoop:
             started = time.perf_counter()
             rewards = torch.as_tensor(member.collector.evaluate(member.agent), dtype=torch.float32)
             row["evaluation_seconds"] = time.perf_counter() - started
+            row["wall_seconds"] = time.perf_counter() - self._started
             row["fitness"] = float(member.agent.fitness[-1])
             row["eval_accuracy"] = accuracy(rewards, self.options.accuracy_threshold)
             member.agent.steps.append(member.steps)

@@ -72,6 +72,8 @@ def test_metrics_of_two_agents(tmp_path: Path) -> None:
     assert [row["mean_kl"] for row in rows] == ["", "", "0.25", "0.25", "0.5", "0.5"]
     assert [bool(row["fitness"]) for row in rows] == [True, True, False, False, True, True]
     assert float(rows[0]["fitness"]) == float(rows[0]["eval_accuracy"]) == pytest.approx(1 / 3)
+    # The time a row gives includes the evaluation whose fitness it shows.
+    assert all(float(row["wall_seconds"]) >= float(row["evaluation_seconds"] or 0) for row in rows)
     trained = rows[2]
     seconds = [float(trained[f"{k}_seconds"]) for k in ("generation", "environment", "learning")]
     # Two prompts, groups of two, two generated tokens each.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from training_fakes import FakeAgent
 
+from agilerl.algorithms import CISPO, GRPO, GSPO
 from agilerl.llm_envs import ReasoningGym
-from agilerl.testing import byte_tokenizer
+from agilerl.testing import byte_tokenizer, tiny_model
 from agilerl.training.train_llm import finetune_llm_reasoning
 from agilerl.typing import ActionResult
 
@@ -102,3 +105,46 @@ def test_two_epochs_with_evaluations_in_between(raw: bool, tmp_path: Path) -> No
     restored.load_state_dict(state["environments"][0])
     restored.reset()
     assert restored.questions == [sample["question"] for sample in samples[7:9]]
+
+
+@pytest.mark.parametrize("algorithm", [GSPO, CISPO])
+def test_real_agents_train_and_their_elite_loads(algorithm: type[GRPO], tmp_path: Path) -> None:
+    env = ReasoningGym(
+        rows("train", ["a"] * 6),
+        rows("test", ["a"] * 3),
+        TOKENIZER,
+        lambda completion, answer, question: len(set(completion)) / 8,
+        [{"role": "user", "content": "{question}"}],
+        data_batch_size_per_gpu=2,
+    )
+    model = tiny_model(hidden_size=32, layers=1)
+    pop = algorithm.population(
+        2,
+        pad_token_id=TOKENIZER.pad_token_id,
+        pad_token=TOKENIZER.pad_token,
+        actor_network=model,
+        group_size=4,
+        batch_size=8,
+        max_output_tokens=6,
+        lr=1e-3,
+    )
+    finetune_llm_reasoning(
+        pop,
+        env,
+        max_steps=4,
+        evaluation_interval=1,
+        checkpoint_steps=2,
+        checkpoint_path=tmp_path,
+        save_elite=True,
+        elite_path=tmp_path / "elite",
+        verbose=False,
+    )
+    assert [agent.steps for agent in pop] == [[0, 0, 2, 4]] * 2
+    assert all(len(agent.fitness) == 3 and len(agent.scores) == 2 for agent in pop)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        last = list(csv.DictReader(file))[-1]
+    assert 1 <= float(last["completion_length"]) <= 6
+    assert float(last["grad_norm"]) > 0
+    for folder in (tmp_path / "elite", tmp_path / "iteration_00000002" / "agent_1"):
+        pop[0].load_checkpoint(folder)
+        assert PeftModel.from_pretrained(tiny_model(hidden_size=32, layers=1), folder / "actor")
