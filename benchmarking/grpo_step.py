@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from measure import describe_machine
+from measure import describe_machine, load_average
 from workloads import WORKLOADS, Workload
 
 SIDES = ("agilerl", "trl")
@@ -182,6 +182,7 @@ def main() -> None:
         result = run_workload(workload, sides, steps, arguments.threads)
         results["workloads"][name] = result
         print_summary(name, result)
+    results["load_average_at_end"] = load_average()
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(results, indent=2) + "\n")

@@ -87,7 +87,7 @@ def run_trl(connection: Connection, workload: Workload, steps: int) -> None:
     The trainer owns the loop, so the callback that begins a step waits for the message.
     """
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from agilerl.testing import byte_tokenizer
@@ -132,6 +132,7 @@ def run_trl(connection: Connection, workload: Workload, steps: int) -> None:
             peft_config=lora_config(workload),
             callbacks=[Steps()],
         )
+        trainer.remove_callback(PrinterCallback)
         trainer._generate_single_turn = timed(trainer._generate_single_turn)
         connection.send({"ready": True})
         trainer.train()
