@@ -8,6 +8,7 @@ nor on the rows it shares a batch with (beyond rounding).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,22 @@ class _Rows:
     def select(self, rows: torch.Tensor) -> _Rows:
         kept = {name: None if value is None else value[rows] for name, value in vars(self).items()}
         return _Rows(**kept)
+
+
+@contextlib.contextmanager
+def _single_query_attention(decoder: nn.Module) -> Iterator[None]:
+    """On a CPU, let single queries attend through plain matrix products.
+
+    The fused CPU kernel is made for blocks of queries: for one query per row it takes ten times as long.
+    """
+    config = decoder.config
+    before = config._attn_implementation
+    if before == "sdpa" and next(decoder.parameters()).device.type == "cpu":
+        config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 class HFGenerator:
@@ -222,7 +239,8 @@ class _Decode:
         if rows.seen is not None:
             rows.seen.scatter_(1, token[:, None], True)
         rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(token), 1)], dim=1)
-        hidden = self._decode(token[:, None], rows.mask, rows.positions[:, None], cache)
+        with _single_query_attention(self.decoder):
+            hidden = self._decode(token[:, None], rows.mask, rows.positions[:, None], cache)
         rows.positions = rows.positions + 1
         return self.head.logits(hidden[:, -1])
 
