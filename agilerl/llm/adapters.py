@@ -1,4 +1,4 @@
-"""LoRA adapters as sets of tensors: find, copy, snapshot, pad to another rank, fold into a copy of the weights."""
+"""LoRA adapters as sets of tensors: find, copy, snapshot, fold into a copy of the weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ def default_lora_config() -> LoraConfig:
 
 
 def scope_lora_config(config: LoraConfig, model: nn.Module, scope: str | None) -> LoraConfig:
-    """A copy of ``config`` whose targets lie below the module path ``scope`` (``"language_model"``, say).
+    """A copy of ``config`` whose targets lie below the module path ``scope``.
+
+    Args:
+        config: The adapter.
+        model: The model it is for.
+        scope: A part of a module path, such as ``"language_model"``; None: no restriction.
 
     Raises:
         ValueError: If the config trains base weights, or no target lies in the scope.
@@ -64,15 +69,14 @@ def _matches(name: str, wanted: str | list[str] | set[str]) -> bool:
 def adapter_parameters(model: PeftModel, slot: str) -> dict[str, nn.Parameter]:
     """The parameters of one adapter by module path and kind, without the slot's name.
 
-    Found through PEFT's own tables, so that one slot's name being part of another's cannot mix them up.
+    Found through PEFT's own tables, so that one slot's name being part of another's cannot mix
+    them up.
     """
     found: dict[str, nn.Parameter] = {}
     for path, module in model.get_base_model().named_modules():
         if isinstance(module, BaseTunerLayer):
             for kind in module.adapter_layer_names:
-                table = module._modules.get(kind, None)
-                if table is None:  # embeddings keep their factors in a ParameterDict attribute
-                    table = module.__dict__.get(kind)
+                table = module._modules.get(kind)
                 if isinstance(table, nn.ParameterDict) and slot in table:
                     found[f"{path}.{kind}"] = table[slot]
                 elif isinstance(table, nn.ModuleDict) and slot in table:
@@ -98,7 +102,8 @@ def copy_adapter(source: dict[str, nn.Parameter], target: dict[str, nn.Parameter
     for name, parameter in target.items():
         if parameter.shape != source[name].shape:
             raise ValueError(
-                f"adapters differ in shape at {name}: {tuple(source[name].shape)} and {tuple(parameter.shape)}"
+                f"adapters differ in shape at {name}: {tuple(source[name].shape)} and "
+                f"{tuple(parameter.shape)}"
             )
         parameter.copy_(source[name])
 
@@ -118,10 +123,11 @@ class _Fold:
 
 @contextlib.contextmanager
 def folded_adapter(model: PeftModel, slot: str) -> Iterator[None]:
-    """Within it, the adapter is part of (copies of) the float32 weights it targets: plain layers, no LoRA branches.
+    """Within it, the adapter is part of copies of the weights it targets: no LoRA branches.
 
-    The base itself is never written to: an in-place merge drifts with every round. Layers that cannot be folded
-    exactly (lower precision, quantized, DoRA and other variants) keep their branches.
+    The base itself is never written to: an in-place merge drifts with every round. Layers that
+    cannot be folded exactly (lower precision, quantized, DoRA and other variants, a bias on LoRA)
+    keep their branches.
     """
     folds = [
         fold
@@ -153,6 +159,7 @@ def _fold(parent: nn.Module, name: str, layer: LoraLayer, slot: str) -> _Fold | 
     exact = (
         slot in layer.lora_A
         and slot not in layer.lora_variant
+        and not layer.lora_bias[slot]
         and type(base).__name__ in ("Linear", "Conv1D")
         and weight is not None
         and weight.dtype in (torch.float32, torch.float64)

@@ -12,7 +12,7 @@ import torch
 from agilerl.llm.config import AdvantageConfig, AdvNorm
 
 STD_EPS = 1e-8
-# Returns closer than this, relative to the largest, count as equal: they differ by float32 rounding only.
+# Returns closer than this, relative to the largest, count as equal: float32 rounding parts them.
 EQUAL_RTOL = 4 * torch.finfo(torch.float32).eps
 
 
@@ -20,15 +20,17 @@ EQUAL_RTOL = 4 * torch.finfo(torch.float32).eps
 class Advantages:
     """Per-token advantages of a batch.
 
-    Two rows of a group with rewards 1 and 0, ``mean_only``, and action masks [F, T, T] and [F, T, F]::
+    A group of two rows with rewards 1 and 0, ``mean_only``, masks [F, T, T] and [F, T, F]::
 
-        values  [[0, .5, .5], [0, -.5, 0]]      mask  [[F, T, T], [F, T, F]]      zero_variance_groups  0
+        values                [[0, .5, .5], [0, -.5, 0]]
+        mask                  [[F, T, T], [F, T, F]]
+        zero_variance_groups  0
     """
 
     values: torch.Tensor
     """``(B, S)`` float32 (float64 for float64 rewards), 0 outside ``mask``."""
     mask: torch.Tensor
-    """``(B, S)`` bool: the action positions that are trained, fewer than the actions if filtered."""
+    """``(B, S)`` bool: the action positions that are trained; filtered ones are not."""
     zero_variance_groups: int
     """Groups whose returns are all equal, which teach nothing."""
 
@@ -36,12 +38,12 @@ class Advantages:
 def group_relative(
     values: torch.Tensor, group_size: int, norm: AdvNorm = "mean_std"
 ) -> torch.Tensor:
-    """Centre (and scale) each contiguous block of ``group_size`` values on its own mean and unbiased std.
+    """Centre (and scale) each contiguous block of ``group_size`` values on its own mean (and std).
 
     Args:
         values: ``(B,)`` returns, B a multiple of ``group_size``.
         group_size: Members per group.
-        norm: ``"mean_std"`` divides by ``std + 1e-8``, ``"mean_only"`` does not.
+        norm: ``"mean_std"`` divides by ``std + 1e-8`` (unbiased std), ``"mean_only"`` does not.
 
     Returns:
         ``(B,)`` advantages, exactly 0 in a group whose returns are equal up to rounding.
@@ -62,7 +64,8 @@ def group_relative_per_turn(
         norm: As in :func:`group_relative`.
 
     Returns:
-        ``(B, U)``; a turn with fewer than two players in its group takes the trajectory's advantage.
+        ``(B, U)``; a turn with fewer than two players in its group takes the trajectory's
+        advantage.
     """
     trajectory = group_relative(rewards.sum(-1), group_size, norm)
     columns = [
@@ -91,13 +94,14 @@ def compute_advantages(
     """Turn the rewards of a batch into per-token advantages.
 
     Args:
-        rewards: ``(B,)`` returns, or ``(B, U)`` per turn; summed over turns at trajectory granularity.
+        rewards: ``(B,)`` returns, or ``(B, U)`` per turn, summed at trajectory granularity.
         action_mask: ``(B, S)`` bool.
         config: Normalisation, granularity, filter, whitening and clipping, applied in that order.
-        turn_ids: ``(B, S)`` turn index per action, -1 elsewhere; needed at turn granularity.
+        turn_ids: ``(B, S)`` turn index per action, -1 elsewhere; needed for rewards per turn at
+            turn granularity.
 
     Raises:
-        ValueError: If the batch does not consist of whole groups.
+        ValueError: If the batch does not consist of whole groups, or turns are not known.
     """
     if rewards.shape[0] % config.group_size:
         raise ValueError(
@@ -105,7 +109,7 @@ def compute_advantages(
             "pass every completion of each prompt, contiguously"
         )
     returns = rewards if rewards.dim() == 1 else rewards.sum(-1)
-    if config.granularity == "turn" and rewards.dim() == 2 and turn_ids is not None:
+    if config.granularity == "turn" and rewards.dim() == 2:
         values = _scatter_turns(rewards, action_mask, turn_ids, config)
     else:
         values = group_relative(returns, config.group_size, config.norm)[:, None].expand(
@@ -126,7 +130,7 @@ def compute_advantages(
 def _group_relative(
     values: torch.Tensor, played: torch.Tensor, group_size: int, norm: AdvNorm
 ) -> torch.Tensor:
-    """``(B,)`` values centred (and scaled) over the members of each group that played; 0 for the others."""
+    """``(B,)`` values relative to the members of each group that played; 0 for the others."""
     groups = values.to(torch.float64).view(-1, group_size)
     member = played.view(-1, group_size)
     count = member.sum(1, keepdim=True)
@@ -151,11 +155,21 @@ def _equal(spread: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
 def _scatter_turns(
     rewards: torch.Tensor,
     action_mask: torch.Tensor,
-    turn_ids: torch.Tensor,
+    turn_ids: torch.Tensor | None,
     config: AdvantageConfig,
 ) -> torch.Tensor:
     """Per-turn advantages ``(B, U)`` spread over the tokens of their turns, ``(B, S)``."""
+    if turn_ids is None:
+        raise ValueError(
+            f"rewards of shape {tuple(rewards.shape)} are per turn and advantage_granularity is "
+            '"turn": pass turn_ids to learn()'
+        )
     turns = torch.where(action_mask, turn_ids, -1)
+    if int(turns.max()) >= rewards.shape[1]:
+        raise ValueError(
+            f"turn_ids go up to {int(turns.max())}, but rewards have {rewards.shape[1]} turns: "
+            "turns count from 0, one column of rewards each"
+        )
     played = (turns[:, :, None] == torch.arange(rewards.shape[1], device=turns.device)).any(1)
     per_turn = group_relative_per_turn(rewards * played, played, config.group_size, config.norm)
     return per_turn.gather(1, turns.clamp(min=0))

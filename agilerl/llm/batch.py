@@ -20,8 +20,8 @@ class Batch:
         prompt_lengths  [2, 2]
         prompt_index    [0, 0]
 
-    A row ends with its last action: what follows (padding, an environment's last words) is never trained and never
-    attended to, so nothing here depends on which id is used for padding.
+    A row ends with its last action: what follows (padding, an environment's last words) is never
+    trained and never attended to, so nothing here depends on which id is used for padding.
     """
 
     token_ids: torch.Tensor
@@ -59,10 +59,14 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        moved = {
-            name: None if value is None else value.to(device) for name, value in vars(self).items()
-        }
-        return Batch(**moved)
+        return Batch(
+            token_ids=self.token_ids.to(device),
+            action_mask=self.action_mask.to(device),
+            lengths=self.lengths.to(device),
+            prompt_lengths=self.prompt_lengths.to(device),
+            prompt_index=self.prompt_index.to(device),
+            turn_ids=None if self.turn_ids is None else self.turn_ids.to(device),
+        )
 
 
 def stack_rows(
@@ -75,9 +79,8 @@ def stack_rows(
         pad_value: Fills the right.
         width: Least width of the result.
     """
-    blocks = (
-        [t if t.dim() == 2 else t[None] for t in tensors] if not _is_rows(tensors) else [tensors]
-    )
+    blocks = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    blocks = [block if block.dim() == 2 else block[None] for block in blocks]
     width = max([width, *(block.shape[1] for block in blocks)])
     return torch.cat(
         [torch.nn.functional.pad(b, (0, width - b.shape[1]), value=pad_value) for b in blocks]
@@ -105,7 +108,8 @@ def make_batch(
     if tuple(action_mask.shape) != expected:
         raise ValueError(
             f"action_masks stack to shape {tuple(action_mask.shape)}, but completion_ids of shape "
-            f"{tuple(token_ids.shape)} need {expected}: one position less than tokens, one row per completion"
+            f"{tuple(token_ids.shape)} need {expected}: one position less than tokens, one row per "
+            "completion"
         )
     if not action_mask.any():
         raise ValueError(
@@ -120,13 +124,14 @@ def make_batch(
             )
         if (turns[action_mask] < 0).any():
             raise ValueError(
-                "turn_ids are negative at action positions; every generated token needs its turn's index"
+                "turn_ids are negative at action positions; every generated token needs its turn's "
+                "index"
             )
 
     positions = torch.arange(action_mask.shape[1], device=action_mask.device)
     last = torch.where(action_mask, positions, -1).amax(1)
     first = torch.where(action_mask, positions, action_mask.shape[1]).amin(1)
-    # A row without actions keeps one position so that it can go through the model; its weight in the loss is zero.
+    # A row without actions keeps one position to go through the model with; its weight is zero.
     lengths = (last + 2).clamp(min=2)
     prompt_lengths = torch.minimum(first + 1, lengths - 1)
     return Batch(
@@ -137,10 +142,6 @@ def make_batch(
         _index_prompts(token_ids, prompt_lengths),
         turns,
     )
-
-
-def _is_rows(tensors: Sequence[torch.Tensor] | torch.Tensor) -> bool:
-    return isinstance(tensors, torch.Tensor) and tensors.dim() == 2
 
 
 def _index_prompts(token_ids: torch.Tensor, prompt_lengths: torch.Tensor) -> torch.Tensor:

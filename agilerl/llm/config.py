@@ -1,7 +1,7 @@
 """Frozen records of settings, built from an agent's attributes at call time and passed down.
 
-Nothing derived is cached on the agent, so a mutated ``clip_coef``, ``temperature`` or ``group_size`` takes effect at
-the next call.
+Nothing derived is cached on the agent, so a mutated ``clip_coef``, ``temperature`` or
+``group_size`` takes effect at the next call.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LossConfig:
     kl_shaping: bool = False
     """Move the KL from the loss into the advantages."""
     importance_weight_cap: float | None = None
-    """Upper clamp on the sampler correction; None: no correction."""
+    """Upper clamp on the sampler correction; None: unbounded."""
     max_output_tokens: int | None = None
     """The constant of the ``"constant"`` reduction."""
 

@@ -1,15 +1,16 @@
 """Hidden states at the action positions of a batch, running each distinct prompt once.
 
-The completions of a prompt share it, so a forward needs P + G·C tokens, not G·(P + C): the prompt goes through the model
-once, with gradients, and the completions go through as a batch against its keys and values. Where a model does not
-support that exactly (a probe compares both ways once per model), plain rows are used.
+The completions of a prompt share it, so a forward needs P + G·C tokens, not G·(P + C): the prompt
+goes through the model once, with gradients, and the completions go through as a batch against its
+keys and values. Where a model does not support that exactly (a probe compares both ways once per
+model), plain rows are used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,13 +25,12 @@ from agilerl.llm.config import ForwardConfig
 
 logger = logging.getLogger(__name__)
 
-Decoder = Callable[..., Any]
 # Below this share of tokens saved, the second model call costs more than the tokens it spares.
 MIN_TOKENS_SAVED = 0.15
 
 
 class _RecordedLayer(DynamicLayer):
-    """Keeps the keys and values of the last call; safe to run again when a layer is recomputed in backward."""
+    """Keeps the last call's keys and values; a layer recomputed in backward may call it again."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -111,7 +111,10 @@ def supports_shared_prefixes(decoder: nn.Module, vocab_size: int) -> bool:
 
 @contextlib.contextmanager
 def recomputed_layers(decoder: nn.Module) -> Iterator[None]:
-    """Gradient checkpointing by decoder layer, in evaluation mode and with caches, which transformers' own excludes."""
+    """Gradient checkpointing by layer that also works in evaluation mode and with caches.
+
+    transformers' own runs in training mode only, and drops caches.
+    """
     layers = [
         module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
@@ -187,7 +190,8 @@ def _shared_prefix_rows(decoder: nn.Module, batch: Batch) -> torch.Tensor:
         completion_hidden = decoder(
             input_ids=batch.token_ids.gather(1, positions.clamp(max=batch.token_ids.shape[1] - 1)),
             attention_mask=torch.cat([prompt_mask[row_prompt], inside], dim=1).long(),
-            position_ids=positions,
+            # Padding stays within the row: models with learned positions have no more of them.
+            position_ids=torch.minimum(positions, batch.lengths[:, None] - 1),
             past_key_values=prefix,
             use_cache=True,
         ).last_hidden_state

@@ -1,8 +1,9 @@
-"""Log-probs of chosen tokens from hidden states, in row tiles: ``(tile_rows, V)`` is the largest tensor that exists.
+"""Log-probs of chosen tokens in row tiles: ``(tile_rows, V)`` is the largest tensor that exists.
 
-A frozen head takes the fast path: a row's log-prob is a scalar, so its gradient with respect to the hidden state, the
-head's row at the target minus the softmax-weighted head, is formed in the same walk over the tiles as the value, and
-backward only scales it. A trained head (LoRA on it) recomputes each tile in backward.
+A frozen head takes the fast path: a row's log-prob is a scalar, so its gradient with respect to the
+hidden state, the head's row at the target minus the softmax-weighted head, is formed in the same
+walk over the tiles as the value, and backward only scales it. A trained head (LoRA on it)
+recomputes each tile in backward.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# A tile that stays in the processor's cache is fastest on CPU; on an accelerator larger tiles fill the device better.
+# A tile that fits the processor's cache is fastest on CPU; larger ones fill an accelerator better.
 TILE_BYTES = {"cpu": 16 * 2**20}
 DEFAULT_TILE_BYTES = 256 * 2**20
 
@@ -30,7 +31,7 @@ class LogitHead:
     """``(V, D)`` weight when the head is a frozen plain linear layer, else None."""
     bias: torch.Tensor | None
     scale: float = 1.0
-    """Factor on the logits (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``)."""
+    """Factor on the logits: Cohere's ``logit_scale``, one over Granite's ``logits_scaling``."""
     softcap: float | None = None
     """``cap * tanh(logits / cap)`` (Gemma's ``final_logit_softcapping``)."""
     vocab_size: int = 0
@@ -74,8 +75,8 @@ def token_logprobs(
         targets: ``(N,)`` token ids.
         head: The model's head.
         temperature: Divides the logits.
-        fp32: Reduce over the vocabulary in float32 (float64 hidden states stay float64); otherwise in the dtype of the
-            logits.
+        fp32: Reduce over the vocabulary in float32 (float64 hidden states stay float64); otherwise
+            in the dtype of the logits.
         tile_rows: Rows per tile; None picks one that fits ``TILE_BYTES``.
     """
     rows = tile_rows or _auto_tile_rows(hidden, head.vocab_size)
@@ -120,7 +121,7 @@ def _trained_head_tile(
 
 
 class _FrozenHeadLogProbs(torch.autograd.Function):
-    """Value, entropy and gradient with respect to the hidden states in one walk over the row tiles."""
+    """Value, entropy and gradient of the hidden states in one walk over the row tiles."""
 
     @staticmethod
     def forward(
@@ -193,7 +194,7 @@ def _hidden_gradient(
     head: LogitHead,
     slope: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> torch.Tensor:
-    """``d logp / d hidden`` of every row before scale and temperature: ``(onehot - p) * slope @ W``; overwrites p."""
+    """Unscaled ``d logp / d hidden``: ``(onehot - p) * slope @ W``; overwrites p."""
     assert head.weight is not None
     residual = p.neg_()
     residual.scatter_add_(1, targets[:, None], torch.ones_like(residual[:, :1]))

@@ -1,7 +1,7 @@
 """The objectives as functions of tensors: importance ratios, surrogates, KL and reductions.
 
-All take ``(B, S)`` log-probs at the sampling temperature and an action mask; masked positions never contribute, in
-value or gradient, even where they hold inf or nan.
+All take ``(B, S)`` log-probs at the sampling temperature and an action mask; masked positions never
+contribute, in value or gradient, even where they hold inf or nan.
 
 Sources: GRPO https://arxiv.org/abs/2402.03300, GSPO https://arxiv.org/abs/2507.18071,
 CISPO https://arxiv.org/abs/2506.13585, k3 http://joschu.net/blog/kl-approx.html,
@@ -10,6 +10,7 @@ CISPO https://arxiv.org/abs/2506.13585, k3 http://joschu.net/blog/kl-approx.html
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ def clipped_surrogate(
 def clamped_weight(
     logp: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, band: tuple[float, float]
 ) -> torch.Tensor:
-    """``-sg(clamp(r)) A logp`` per token: CISPO. Bounds a token's weight, never its gradient to zero."""
+    """``-sg(clamp(r)) A logp`` per token: CISPO. It bounds a token's weight and drops no token."""
     return -ratio.clamp(*band).detach() * advantages * logp
 
 
@@ -52,7 +53,7 @@ LOSS_TABLE: dict[LossType, LossRow] = {
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Per-token quantities of one micro-batch, detached but for ``loss``; all ``(B, S)`` but for ``loss``."""
+    """Quantities of one micro-batch, ``(B, S)`` if nothing else is said; detached but for ``loss``."""
 
     loss: torch.Tensor
     """Scalar: the weighted sum, ready for backward."""
@@ -61,11 +62,11 @@ class LossTerms:
     ratio: torch.Tensor
     kl: torch.Tensor | None
     importance_weight: torch.Tensor | None
-    """Sampler correction before the cap, 0 where it was not finite."""
+    """Sampler correction before the cap; where it is not finite, it counts as 0 in the loss."""
 
 
 def clip_band(clip_coef: float | tuple[float, float]) -> tuple[float, float]:
-    """Resolve ``clip_coef``: a scalar c is ``[1 - c, 1 + c]``, a tuple the absolute band ``(lo, hi)``.
+    """Resolve ``clip_coef``: a scalar c is ``[1 - c, 1 + c]``, a tuple is the band ``(lo, hi)``.
 
     Raises:
         ValueError: Unless ``0 <= lo < hi``.
@@ -82,7 +83,7 @@ def clip_band(clip_coef: float | tuple[float, float]) -> tuple[float, float]:
 
 
 def k3(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
-    """``exp(ref - logp) - (ref - logp) - 1``: an unbiased, non-negative estimate of KL(policy || reference)."""
+    """``exp(ref - logp) - (ref - logp) - 1``: estimates KL(policy || reference), never below 0."""
     delta = ref_logp - logp
     return delta.exp() - delta - 1.0
 
@@ -123,13 +124,13 @@ def reduction_weights(
 ) -> torch.Tensor:
     """Weight of every token in the loss of a mini-batch, so that ``loss = sum(weights * terms)``.
 
-    Computed once over the whole mini-batch and then sliced, so that a gradient depends neither on the micro-batch size
-    nor on padding.
+    Computed once over the whole mini-batch and then sliced, so that a gradient depends neither on
+    the micro-batch size nor on padding.
 
     Args:
         mask: ``(B, S)`` bool over the mini-batch.
-        reduction: ``"sequence"`` mean over sequences of token means; ``"token"`` mean over tokens; ``"constant"`` sum /
-            (sequences x ``max_output_tokens``); ``"sum"``.
+        reduction: ``"sequence"`` mean over sequences of token means; ``"token"`` mean over tokens;
+            ``"constant"`` sum / (sequences × ``max_output_tokens``); ``"sum"``.
         max_output_tokens: Tokens; needed for ``"constant"``.
 
     Returns:
@@ -149,7 +150,7 @@ def reduction_weights(
     return weights
 
 
-def policy_loss(
+def policy_loss(  # noqa: PLR0913 - the optional inputs are keyword-only
     logp: torch.Tensor,
     advantages: torch.Tensor,
     mask: torch.Tensor,
@@ -169,7 +170,7 @@ def policy_loss(
         mask: Trained action positions.
         weights: This micro-batch's rows of :func:`reduction_weights`.
         config: Objective, ratio level, clip band, KL weight, correction cap.
-        old_logp: Log-probs when the batch was collected; None when they are provably the current ones.
+        old_logp: Log-probs when the batch was collected; None: they are provably the current ones.
         ref_logp: Log-probs under the reference policy; None leaves the KL out.
         sampling_logp: Log-probs the sampler reported; None leaves the correction out.
         turn_ids: Turn per position.
@@ -192,8 +193,10 @@ def policy_loss(
 
     importance_weight = None
     if sampling_logp is not None:
-        importance_weight = _importance_weight(old, sampling_logp, mask)
-        terms = terms * importance_weight.clamp(max=config.importance_weight_cap)
+        importance_weight = torch.where(mask, (old.detach() - sampling_logp).exp(), 0.0)
+        finite = torch.where(importance_weight.isfinite(), importance_weight, 0.0)
+        cap = math.inf if config.importance_weight_cap is None else config.importance_weight_cap
+        terms = terms * finite.clamp(max=cap)
     if kl is not None and not config.kl_shaping:
         terms = terms + config.beta * kl
 
@@ -201,14 +204,6 @@ def policy_loss(
     return LossTerms(
         per_row.sum(), per_row.detach(), ratio.detach(), _detached(kl), importance_weight
     )
-
-
-def _importance_weight(
-    old: torch.Tensor, sampling_logp: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """``exp(old - gen)`` per token, 0 where it is not finite."""
-    weight = (old.detach() - sampling_logp).exp()
-    return torch.where(mask & weight.isfinite(), weight, 0.0)
 
 
 def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -40,12 +40,19 @@ class UpdateMetrics:
             self._sum(mean_kl=terms.kl[mask].sum())
         if terms.importance_weight is not None:
             weight = terms.importance_weight[mask]
-            self._sum(importance_weight_mean=weight.sum())
-            self._sum(importance_weight_capped=(weight > (math.inf if cap is None else cap)).sum())
-            self._max(importance_weight_max=weight.max())
+            finite = torch.where(weight.isfinite(), weight, 0.0)
+            self._sum(
+                importance_weight_mean=finite.sum(),
+                importance_weight_capped=(finite > (math.inf if cap is None else cap)).sum(),
+                importance_weight_nonfinite=(~weight.isfinite()).sum(),
+            )
+            self._max(importance_weight_max=finite.max())
 
     def result(self) -> dict[str, float]:
-        """Means per token, maxima, mean loss and gradient norm per optimizer step; nan where nothing was measured."""
+        """Means per token, maxima, and the mean loss and gradient norm of the optimizer steps.
+
+        nan where nothing was measured.
+        """
         means = {name: value / max(self.tokens, 1) for name, value in self.sums.items()}
         return {
             "mean_loss": _mean(self.losses),

@@ -1,7 +1,8 @@
 """One frozen base, many adapters.
 
-``SharedBase`` owns a frozen model, wrapped once with PEFT; ``Policy`` is one agent's view of it: an adapter slot per role.
-Two agents built from the same model object, or from the same name and settings, share the base.
+``SharedBase`` owns a frozen model, wrapped once with PEFT; ``Policy`` is one agent's view of it: an
+adapter slot per role. Two agents built from the same model object, or from the same name and
+settings, share the base.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -58,6 +59,7 @@ class SharedBase:
 
     @property
     def device(self) -> torch.device:
+        """Where the model is."""
         return next(self.model.parameters()).device
 
     @property
@@ -75,6 +77,8 @@ class SharedBase:
             self.peft = get_peft_model(self.model, config, adapter_name=slot)
         else:
             self.peft.add_adapter(slot, config)
+        # New layers come in training mode: their dropout would part the ratio from 1.
+        self.peft.eval()
         self._active = None
         return slot
 
@@ -130,10 +134,12 @@ class Policy:
 
     @property
     def roles(self) -> list[str]:
+        """The roles this policy has an adapter for."""
         return list(self.slots)
 
     @property
     def device(self) -> torch.device:
+        """Where the model is."""
         return self.base.device
 
     def slot(self, role: str) -> str:
@@ -187,17 +193,21 @@ class Policy:
 
     def compile(self, mode: str | None) -> None:
         """Run training forwards through ``torch.compile`` with this mode; None: as they are."""
-        self._decoder = (
-            None if mode is None else torch.compile(self.base.decoder, mode=mode, dynamic=True)
-        )
+        self._decoder = None
+        if mode is not None:
+            compiled = torch.compile(self.base.decoder, mode=mode, dynamic=True)
+            self._decoder = cast(nn.Module, compiled)
 
     def head(self) -> LogitHead:
         """The head as it stands now."""
         return find_head(self.base.model)
 
     def logprobs(self, batch: Batch, config: ForwardConfig) -> TokenLogProbs:
-        """Log-probs of a batch's actions under the active adapter, flat ``(N,)`` in the order of ``batch.targets``."""
-        # A compiled forward keeps to plain rows: one shape-generic graph instead of one per kind of call.
+        """Log-probs of a batch's actions under the active adapter.
+
+        Flat ``(N,)``, in the order of ``batch.targets``.
+        """
+        # A compiled forward keeps to plain rows: one shape-generic graph, not one per kind of call.
         share = self._decoder is None and config.use_position_ids and self.base.shares_prefixes
         decoder = self.base.decoder if self._decoder is None else self._decoder
         hidden = action_hidden_states(decoder, batch, config, share_prefixes=share)
@@ -214,9 +224,10 @@ class Policy:
     def frozen_logprobs(
         self, batch: Batch, role: str | None, config: ForwardConfig
     ) -> torch.Tensor:
-        """Log-probs ``(B, S)`` of a whole batch under a role (None: the bare base), without gradients.
+        """Log-probs ``(B, S)`` of a whole batch under a role, without gradients.
 
-        Computed ``config.micro_batch_size`` rows at a time; 0 outside the action mask.
+        Computed ``config.micro_batch_size`` rows at a time; 0 outside the action mask. The role
+        None is the bare base.
         """
         parts = []
         with self.active(role):
@@ -228,12 +239,12 @@ class Policy:
 
 
 def scatter_actions(values: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
-    """``(N,)`` values of the actions, row by row, into ``(B, S)`` with 0 elsewhere; differentiable."""
+    """``(N,)`` values of the actions, row by row, into ``(B, S)``, 0 elsewhere; differentiable."""
     return values.new_zeros(action_mask.shape).masked_scatter(action_mask, values)
 
 
 def find_head(model: PreTrainedModel) -> LogitHead:
-    """Read off a causal LM how it makes logits: its output embedding and the scaling its config asks for."""
+    """Read off a causal LM how it makes logits: output embedding, scale and soft cap."""
     module = model.get_output_embeddings()
     if module is None:
         raise ValueError(
@@ -259,7 +270,10 @@ def find_head(model: PreTrainedModel) -> LogitHead:
 def load_base(
     name: str, model_config: dict[str, Any] | None, device: str | torch.device
 ) -> PreTrainedModel:
-    """Load a model by name or path; the same name, settings and device give the same object while it is in use."""
+    """Load a model by name or path.
+
+    The same name, settings and device give the same object while it is in use.
+    """
     from transformers import AutoModelForCausalLM
 
     key = repr((name, sorted((model_config or {}).items(), key=lambda item: item[0]), str(device)))

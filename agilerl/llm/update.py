@@ -88,7 +88,8 @@ def run_update(
             except BaseException:
                 engine.discard()
                 raise
-            _watch(bad_rows, metrics, health)
+            if bad_rows is not None:
+                _watch(bad_rows, metrics, health)
     return metrics
 
 
@@ -106,8 +107,13 @@ class _Step:
     ref_logp: torch.Tensor | None
     metrics: UpdateMetrics
 
-    def run(self, rows: torch.Tensor) -> list[int]:
-        """Returns the rows at fault if the step was skipped because its loss or gradient was not finite, else none."""
+    def run(self, rows: torch.Tensor) -> list[int] | None:
+        """Take the step.
+
+        Returns:
+            The rows at fault if it was skipped because loss or gradient is not finite, else none;
+            None if there was nothing to learn from.
+        """
         mask = self.rollouts.advantages.mask[rows]
         weights = reduction_weights(mask, self.loss.reduction, self.loss.max_output_tokens)
         # Rows without advantage and KL have a gradient of exactly zero: no need to run them.
@@ -117,7 +123,7 @@ class _Step:
         chosen = active.nonzero().squeeze(1)
         if chosen.numel() == 0:
             self.metrics.losses.append(0.0)
-            return []
+            return None
         per_row = torch.cat(
             [
                 self._micro_batch(rows[part], weights[part])
@@ -130,7 +136,7 @@ class _Step:
             return rows[chosen][bad].tolist()
         norm = self.engine.step(self.update.max_grad_norm)
         if not math.isfinite(norm):
-            return rows.tolist()
+            return rows[chosen].tolist()
         self.metrics.losses.append(float(per_row.sum()))
         self.metrics.grad_norms.append(norm)
         return []
@@ -164,7 +170,7 @@ class _Step:
 
 
 def _mini_batches(batch: Batch, size: int, rng: torch.Generator) -> list[torch.Tensor]:
-    """Row indices of each optimizer step: prompts in random order, the completions of one side by side."""
+    """Row indices of each optimizer step: prompts in random order, each one's rows side by side."""
     if len(batch) <= size:
         return [torch.arange(len(batch), device=batch.token_ids.device)]
     prompts = int(batch.prompt_index.max()) + 1
@@ -184,7 +190,7 @@ def _watch(bad_rows: list[int], metrics: UpdateMetrics, health: Health) -> None:
     if health.bad_steps >= MAX_BAD_STEPS:
         saved = health.last_checkpoint or "none was written yet"
         raise NonFiniteUpdateError(
-            f"{health.bad_steps} optimizer steps in a row had a non-finite loss or gradient, last on {listed}. "
-            f"Weights are those before the first of them; last good checkpoint: {saved}. "
+            f"{health.bad_steps} optimizer steps in a row had a non-finite loss or gradient, last "
+            f"on {listed}. Weights are those before the first; last good checkpoint: {saved}. "
             "Lower lr or max_grad_norm, or check the rewards."
         )

@@ -1,0 +1,175 @@
+"""Rewards to advantages."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agilerl.llm.advantages import compute_advantages, group_relative, group_relative_per_turn
+from agilerl.llm.config import AdvantageConfig
+
+DTYPES = (torch.float32, torch.float64)
+
+
+def actions(*lengths: int) -> torch.Tensor:
+    """An action mask with the given numbers of actions per row."""
+    return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.3, 1.3, 0.0, -0.7, 1e-6, 1e6])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", [1, 3, 16])
+def test_equal_rewards_give_exactly_zero(reward: float, dtype: torch.dtype, groups: int) -> None:
+    rewards = torch.full((8 * groups,), reward, dtype=dtype)
+    for norm in ("mean_std", "mean_only"):
+        assert (group_relative(rewards, 8, norm) == 0).all()
+    made = compute_advantages(rewards, actions(*[3] * len(rewards)), AdvantageConfig(8))
+    assert (made.values == 0).all()
+    assert made.zero_variance_groups == groups
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.3]), min_size=2, max_size=6),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_returns_that_differ_by_the_order_of_summation_are_equal(
+    pieces: list[float], seed: int
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    terms = torch.tensor(pieces)
+    returns = []
+    for _ in range(8):
+        total = torch.zeros(())
+        for term in terms[torch.randperm(len(terms), generator=rng)]:
+            total = total + term
+        returns.append(total)
+    assert (group_relative(torch.stack(returns), 8) == 0).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rewards=st.lists(st.floats(-10, 10, width=32), min_size=4, max_size=4),
+    groups=st.integers(1, 3),
+)
+def test_a_group_is_centred_and_scaled_on_itself_alone(rewards: list[float], groups: int) -> None:
+    values = torch.tensor(rewards, dtype=torch.float64)
+    others = torch.linspace(-1, 1, 4 * groups, dtype=torch.float64)
+    alone = group_relative(values, 4)
+    assert torch.equal(group_relative(torch.cat([others, values]), 4)[-4:], alone)
+    spread = max(rewards) - min(rewards)
+    if spread > 1e-3:
+        expected = (values - values.mean()) / (values.std() + 1e-8)
+        torch.testing.assert_close(alone, expected)
+        torch.testing.assert_close(group_relative(values, 4, "mean_only"), values - values.mean())
+    assert alone.mean().item() == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_group_of_one_has_no_advantage() -> None:
+    for norm in ("mean_std", "mean_only"):
+        assert group_relative(torch.tensor([1.0, -3.0, 7.0]), 1, norm).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_values_are_spread_over_the_actions_and_zero_elsewhere() -> None:
+    made = compute_advantages(
+        torch.tensor([1.0, 0.0]),
+        torch.tensor([[False, True, True], [False, True, False]]),
+        AdvantageConfig(2, norm="mean_only"),
+    )
+    assert made.values.tolist() == [[0.0, 0.5, 0.5], [0.0, -0.5, 0.0]]
+    assert made.mask.tolist() == [[False, True, True], [False, True, False]]
+    assert made.zero_variance_groups == 0
+
+
+def test_advantages_per_turn_on_a_worked_example() -> None:
+    """Three rows; the third stops after its first turn and nobody but the first plays a third."""
+    rewards = torch.tensor([[1.0, 0.0, 4.0], [0.0, 2.0, 0.0], [2.0, 0.0, 0.0]])
+    played = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+    made = group_relative_per_turn(rewards, played, 3, "mean_only")
+    # Turn 0: mean 1. Turn 1: mean 1 of two players. Turn 2: one player, who takes the trajectory's
+    # advantage: returns 5, 2, 2 with mean 3.
+    assert made.tolist() == [[0.0, -1.0, 2.0], [-1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+
+    scaled = group_relative_per_turn(rewards, played, 3)
+    assert scaled[:, 0].tolist() == pytest.approx([0.0, -1.0, 1.0])
+    assert scaled[:2, 1].tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+    assert scaled[0, 2].item() == pytest.approx(2 / math.sqrt(3))
+
+
+def test_turn_advantages_land_on_the_tokens_of_their_turns() -> None:
+    turn_ids = torch.tensor([[0, -1, 1, 1, 2], [0, 0, 1, -1, -1], [0, -1, -1, -1, -1]])
+    rewards = torch.tensor([[1.0, 0.0, 4.0], [0.0, 2.0, 0.0], [2.0, 0.0, 0.0]])
+    config = AdvantageConfig(3, norm="mean_only", granularity="turn")
+    made = compute_advantages(rewards, turn_ids >= 0, config, turn_ids)
+    assert made.values.tolist() == [
+        [0.0, 0.0, -1.0, -1.0, 2.0],
+        [-1.0, -1.0, 1.0, 0.0, 0.0],
+        [1.0, 0.0, 0.0, 0.0, 0.0],
+    ]
+
+
+def test_one_turn_is_the_trajectory() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.25])
+    mask = actions(3, 1, 2, 4)
+    by_turn = compute_advantages(
+        torch.stack([rewards, torch.zeros(4)], dim=1),
+        mask,
+        AdvantageConfig(4, granularity="turn"),
+        torch.where(mask, 0, -1),
+    )
+    assert torch.equal(by_turn.values, compute_advantages(rewards, mask, AdvantageConfig(4)).values)
+
+
+def test_rewards_per_turn_are_summed_at_trajectory_granularity() -> None:
+    rewards = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+    made = compute_advantages(rewards, actions(2, 2), AdvantageConfig(2, norm="mean_only"))
+    assert made.values[:, 0].tolist() == [1.0, -1.0]
+
+
+def test_filter_then_whiten_then_clip() -> None:
+    """One group with advantages 3, 1, 0 (filtered) and -4; lengths 1, 2, 1, 1."""
+    rewards = torch.tensor([3.0, 1.0, 0.0, -4.0], dtype=torch.float64)
+    mask = actions(1, 2, 1, 1)
+    plain = AdvantageConfig(4, norm="mean_only")
+    assert compute_advantages(rewards, mask, plain).values[:, 0].tolist() == [3.0, 1.0, 0.0, -4.0]
+
+    config = AdvantageConfig(4, norm="mean_only", filter_zero=True, whiten=True, clip_range=1.2)
+    made = compute_advantages(rewards, mask, config)
+    tokens = torch.tensor([3.0, 1.0, 1.0, -4.0], dtype=torch.float64)
+    white = (tokens - tokens.mean()) / tokens.std()
+    assert made.mask.tolist() == [[True, False], [True, True], [False, False], [True, False]]
+    assert white[3] < -1.2
+    assert made.values[made.mask].tolist() == pytest.approx([*white[:3].tolist(), -1.2])
+    assert (made.values[~made.mask] == 0).all()
+
+
+def test_filter_eps_removes_small_advantages() -> None:
+    rewards = torch.tensor([1.0, 0.1, -0.1, -1.0])
+    config = AdvantageConfig(4, norm="mean_only", filter_zero=True, filter_eps=0.2)
+    made = compute_advantages(rewards, actions(1, 1, 1, 1), config)
+    assert made.mask.squeeze(1).tolist() == [True, False, False, True]
+
+
+def test_filter_can_remove_everything() -> None:
+    config = AdvantageConfig(2, filter_zero=True, whiten=True)
+    made = compute_advantages(torch.tensor([0.3, 0.3]), actions(2, 2), config)
+    assert not made.mask.any()
+    assert (made.values == 0).all()
+
+
+def test_incomplete_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="group_size 4"):
+        compute_advantages(torch.zeros(6), actions(*[1] * 6), AdvantageConfig(4))
+
+
+def test_turn_rewards_need_the_turns() -> None:
+    config = AdvantageConfig(2, granularity="turn")
+    rewards, mask = torch.zeros(2, 2), actions(2, 2)
+    with pytest.raises(ValueError, match="turn_ids"):
+        compute_advantages(rewards, mask, config)
+    with pytest.raises(ValueError, match="turn_ids go up to 2"):
+        compute_advantages(rewards, mask, config, torch.tensor([[0, 2], [0, 1]]))
