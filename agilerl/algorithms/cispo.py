@@ -11,8 +11,8 @@ from agilerl.algorithms.grpo import GRPO
 class CISPO(GRPO):
     """Clipped Importance Sampling Policy Optimization, https://arxiv.org/abs/2506.13585.
 
-    :class:`~agilerl.algorithms.grpo.GRPO` with ``loss_type`` pinned to ``"cispo"``; takes all its other arguments. Recommended:
-    ``clip_coef=(0.0, 5.0)``, a cap without a lower bound.
+    :class:`~agilerl.algorithms.grpo.GRPO` with ``loss_type`` pinned to ``"cispo"``; takes all its
+    other arguments. Recommended: ``clip_coef=(0.0, 5.0)``, a cap without a lower bound.
     """
 
     if not TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agilerl.algorithms.core.arguments import check_arguments
+from agilerl.algorithms.core.experience import shape_rewards, stack_sampling_logps
 from agilerl.algorithms.core.llm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.llm.advantages import compute_advantages
@@ -30,30 +31,35 @@ from agilerl.typing import ExperiencesType
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
 
 class GRPO(LLMAlgorithm):
     """Group Relative Policy Optimization, https://arxiv.org/abs/2402.03300.
 
-    Each prompt is answered ``group_size`` times; a completion's advantage is its reward relative to its group. The
-    objective is a choice: ``loss_type`` ``"grpo"`` (clipped surrogate, token ratios), ``"gspo"`` (the same with one ratio per
-    trajectory) or ``"cispo"`` (clamped, detached ratio times log-prob).
+    Each prompt is answered ``group_size`` times; a completion's advantage is its reward relative to
+    its group. The objective is a choice: ``loss_type`` ``"grpo"`` (clipped surrogate, token
+    ratios), ``"gspo"`` (the same with one ratio per trajectory) or ``"cispo"`` (clamped, detached
+    ratio times log-prob).
 
     Args:
         pad_token_id: Token that fills rows; may be the end-of-sequence token.
         pad_token: The same as text.
-        model_name: Name or path for ``AutoModelForCausalLM.from_pretrained``; or pass ``actor_network``.
-        actor_network: A causal language model. It is frozen and may be given to several agents, which share it.
+        model_name: Name or path for ``AutoModelForCausalLM.from_pretrained``; or pass
+            ``actor_network``.
+        actor_network: A causal language model. It is frozen and may be given to several agents,
+            which share it. A PeftModel's LoRA adapter is taken off it: actor and reference start
+            from it.
         model_config: Keyword arguments of ``from_pretrained``.
         hp_config: Hyperparameters that evolution may mutate.
         index: Place in a population.
         batch_size: Sequences per optimizer step.
         beta: Weight of the KL penalty towards the reference policy; 0 spares the reference pass.
         lr: Learning rate of AdamW.
-        clip_coef: c clips the ratio to ``[1 - c, 1 + c]``; a tuple is the absolute band ``(lo, hi)``. For CISPO use
-            ``(0.0, 5.0)``: a positive lower bound lifts tokens that the policy has moved away from.
+        clip_coef: c clips the ratio to ``[1 - c, 1 + c]``; a tuple is the absolute band
+            ``(lo, hi)``. For CISPO use ``(0.0, 5.0)``: a positive lower bound lifts tokens that the
+            policy has moved away from.
         max_grad_norm: Gradients are clipped to this norm.
         update_epochs: Passes over each batch of rollouts.
         group_size: Completions per prompt.
@@ -63,12 +69,13 @@ class GRPO(LLMAlgorithm):
         top_k: Most likely tokens to sample from; 0 or None: off.
         min_p: Least probability relative to the most likely token; 0.0: off.
         use_memory_efficient_params: Only matters with colocated vLLM.
-        calc_position_embeddings: Pass position ids to the model. False for models that take none: prompts are then only
-            batched with others of their length.
+        calc_position_embeddings: Pass position ids to the model. False for models that take none:
+            prompts are then only batched with others of their length.
         micro_batch_size_per_gpu: Sequences per forward and backward; None: ``batch_size``.
         max_output_tokens: Longest completion, in tokens; None: up to ``max_model_len``.
         min_output_tokens: No end of sequence before this many tokens.
-        max_model_len: Longest row of prompt and completion, in tokens; None: what the model's config allows.
+        max_model_len: Longest row of prompt and completion, in tokens; None: what the model's
+            config allows.
         hf_generate_chunk_size: Sequences generated at a time; None: 256.
         lora_config: The adapter; None: rank 16 on every linear layer but the head.
         cosine_lr_schedule_config: Warm-up and cosine decay, advanced by one per ``learn``.
@@ -80,20 +87,24 @@ class GRPO(LLMAlgorithm):
         vllm_config: Not supported yet.
         seed: Seeds adapter initialisation, sampling and mini-batch order.
         gradient_checkpointing: Recompute layers in backward: less memory, more time.
-        torch_compiler: Mode of ``torch.compile`` for the training forward, e.g. ``"default"``; None: off.
+        torch_compiler: Mode of ``torch.compile`` for the training forward, e.g. ``"default"``;
+            None: off.
         use_liger_loss: Not supported yet.
         use_kl_advantage_shaping: Put the KL into the advantages instead of the loss.
         adv_norm: ``"mean_std"`` or ``"mean_only"`` within groups.
         loss_type: ``"grpo"``, ``"gspo"`` or ``"cispo"``.
-        importance_sampling_level: Unit over which the log-ratio is averaged: ``"token"``, ``"turn"``, ``"trajectory"``; None:
-            by loss type.
-        advantage_granularity: ``"trajectory"``, ``"turn"``, or ``"auto"``: turn exactly if the ratio is per turn.
+        importance_sampling_level: Unit over which the log-ratio is averaged: ``"token"``,
+            ``"turn"``, ``"trajectory"``; None: by loss type.
+        advantage_granularity: ``"trajectory"``, ``"turn"``, or ``"auto"``: turn exactly if the
+            ratio is per turn.
         action_granularity: Deprecated alias of ``advantage_granularity``.
         use_separate_reference_adapter: The reference policy is an adapter of its own that
-            :meth:`~agilerl.algorithms.core.llm.LLMAlgorithm.set_reference_policy` moves; False: the bare base, which stays.
+            :meth:`~agilerl.algorithms.core.llm.LLMAlgorithm.set_reference_policy` moves; False: the
+            bare base, which stays.
         whiten_advantages: Zero mean and unit std over all trained tokens.
         adv_clip_range: Clamp advantages to ± this.
-        filter_zero_adv: Leave out tokens with ``|advantage| <= adv_filter_eps``, in loss, KL and normalisers.
+        filter_zero_adv: Leave out tokens with ``|advantage| <= adv_filter_eps``, in loss, KL and
+            normalisers.
         adv_filter_eps: See ``filter_zero_adv``.
         reduce_memory_peak: No effect.
         use_fused_linear_logprobs: No effect, log-probs are always tiled.
@@ -103,11 +114,12 @@ class GRPO(LLMAlgorithm):
         activation_offload: Not supported yet.
         lora_target_scope: Module path, such as ``"language_model"``, that adapters are confined to.
         fused_loss_chunk_rows: Not supported yet.
-        vllm_importance_sampling_correction: Weight tokens by trainer / sampler probability when ``learn`` gets the sampler's
-            log-probs.
+        vllm_importance_sampling_correction: Weight tokens by trainer / sampler probability when
+            ``learn`` gets the sampler's log-probs.
         vllm_importance_sampling_cap: Upper clamp on that weight.
         use_sequence_packing: Not supported yet.
-        loss_reduction: ``"sequence"``, ``"token"``, ``"constant"`` or ``"sum"``; None: token for cispo, else sequence.
+        loss_reduction: ``"sequence"``, ``"token"``, ``"constant"`` or ``"sum"``; None: token for
+            cispo, else sequence.
 
     Raises:
         ValueError: For a value out of range, named with what is allowed.
@@ -132,12 +144,12 @@ class GRPO(LLMAlgorithm):
     vllm_importance_sampling_cap: float
     loss_reduction: Reduction | None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the public contract: flat keywords, each documented
         self,
         pad_token_id: int,
         pad_token: str,
         model_name: str | None = None,
-        actor_network: PreTrainedModel | None = None,
+        actor_network: PreTrainedModel | PeftModel | None = None,
         model_config: dict[str, Any] | None = None,
         hp_config: HyperparameterConfig | None = None,
         index: int = 0,
@@ -163,7 +175,7 @@ class GRPO(LLMAlgorithm):
         lora_config: LoraConfig | None = None,
         cosine_lr_schedule_config: CosineLRScheduleConfig | None = None,
         accelerator: Accelerator | None = None,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         wrap: bool = True,
         clone: bool = False,
         use_vllm: bool = False,
@@ -219,33 +231,39 @@ class GRPO(LLMAlgorithm):
         """Update the actor on whole groups of completions.
 
         Args:
-            experiences: ``(completion_ids, action_masks, rewards)`` as ``get_action`` and an environment give them; rewards
-                ``(P, G)``, ``(B,)``, or per turn ``(B, U)``.
-            turn_ids: ``(B, S)`` turn of each action, -1 elsewhere; for turn-level advantages and ratios.
-            sampling_logps: Per row, the sampler's log-probs of the generated tokens; corrects for a sampler that differs
-                from the trainer. None: no correction.
+            experiences: ``(completion_ids, action_masks, rewards)`` as ``get_action`` and an
+                environment give them; rewards ``(P, G)``, ``(B,)``, or per turn ``(B, U)``.
+            turn_ids: ``(B, S)`` turn of each action, -1 elsewhere; for turn-level advantages and
+                ratios.
+            sampling_logps: Per row, the sampler's log-probs of the generated tokens; corrects for a
+                sampler that differs from the trainer. None: no correction.
 
         Returns:
-            ``mean_loss``, ``mean_kl`` (nan with ``beta=0``, which spares the reference pass), ``clip_fraction``, ``entropy``,
-            ``grad_norm``, ``ratio_mean``, ``ratio_max``, ``advantage_mean``, ``advantage_std``, ``completion_length`` (generated
-            tokens), ``zero_variance_groups``, ``skipped_steps``, and with a correction ``importance_weight_mean``,
-            ``importance_weight_max``, ``importance_weight_capped``.
+            ``mean_loss``, ``mean_kl`` (nan with ``beta=0``, which spares the reference pass),
+            ``clip_fraction``, ``entropy``, ``grad_norm``, ``ratio_mean``, ``ratio_max``,
+            ``advantage_mean``, ``advantage_std``, ``completion_length`` (generated tokens),
+            ``zero_variance_groups``, ``skipped_steps``, and with a correction
+            ``importance_weight_mean``, ``importance_weight_max``, ``importance_weight_capped``.
 
         Raises:
             ValueError: If shapes disagree, groups are incomplete, or a reward is not finite.
-            NonFiniteUpdateError: If three optimizer steps in a row had a non-finite loss or gradient.
+            NonFiniteUpdateError: If three optimizer steps in a row had a non-finite loss or
+                gradient.
         """
         completion_ids, action_masks, rewards = experiences
         if self.loss_config().ratio_level == "turn" and turn_ids is None:
-            raise ValueError('importance_sampling_level is "turn": pass turn_ids to learn()')
+            raise ValueError(
+                "turn_ids is None, but importance_sampling_level is 'turn'; pass the turn of each "
+                "action to learn()"
+            )
         batch = make_batch(completion_ids, action_masks, turn_ids).to(self.policy.device)
-        returns = shape_rewards(rewards, len(batch)).to(self.policy.device)
+        returns = shape_rewards(rewards, len(batch), self.group_size).to(self.policy.device)
         advantages = compute_advantages(
             returns, batch.action_mask, self.advantage_config(), batch.turn_ids
         )
         sampling_logp = None
         if sampling_logps is not None and self.vllm_importance_sampling_correction:
-            sampling_logp = self._stack_sampling_logps(sampling_logps, batch)
+            sampling_logp = self._sampling_logp(sampling_logps, batch)
 
         self.engine.set_lr(self.lr)
         metrics = run_update(
@@ -302,60 +320,13 @@ class GRPO(LLMAlgorithm):
             max_grad_norm=self.max_grad_norm,
         )
 
-    def _stack_sampling_logps(
-        self, logps: Sequence[torch.Tensor | None], batch: Batch
+    def _sampling_logp(
+        self, rows: Sequence[torch.Tensor | None], batch: Batch
     ) -> torch.Tensor | None:
-        """``(B, S)`` from one flat tensor per row; rows without any get the trainer's own, a weight of 1."""
-        if len(logps) != len(batch):
-            raise ValueError(
-                f"sampling_logps has {len(logps)} entries for {len(batch)} completions"
-            )
-        if all(row is None for row in logps):
+        """``(B, S)``; rows the sampler reported nothing for get the trainer's own: weight 1."""
+        if all(row is None for row in rows):
             return None
-        counts = batch.action_mask.sum(1).tolist()
-        stacked = torch.zeros(
-            batch.action_mask.shape, dtype=torch.float32, device=batch.token_ids.device
-        )
-        if any(row is None for row in logps):
-            stacked = self.policy.frozen_logprobs(batch, "actor", self.forward_config())
-        for i, row in enumerate(logps):
-            if row is None:
-                continue
-            if row.numel() != counts[i]:
-                raise ValueError(
-                    f"sampling_logps[{i}] has {row.numel()} entries, but row {i} has {counts[i]} generated tokens"
-                )
-            stacked[i, batch.action_mask[i]] = row.to(stacked)
-        return stacked
-
-
-def shape_rewards(rewards: Any, rows: int) -> torch.Tensor:
-    """Rewards of ``rows`` completions as ``(B,)``, or ``(B, U)`` per turn.
-
-    Args:
-        rewards: ``(P, G)``, ``(B,)`` or ``(B, U)`` tensor, array, or list of tensors.
-        rows: B.
-
-    Raises:
-        ValueError: For another shape, or a reward that is not finite.
-    """
-    if isinstance(rewards, list | tuple):
-        rewards = torch.stack([torch.as_tensor(row) for row in rewards])
-    rewards = torch.as_tensor(rewards)
-    if not rewards.dtype.is_floating_point:
-        rewards = rewards.float()
-    if rewards.numel() == rows:
-        shaped = rewards.reshape(-1)
-    elif rewards.dim() == 2 and rewards.shape[0] == rows:
-        shaped = rewards
-    else:
-        raise ValueError(
-            f"rewards have shape {tuple(rewards.shape)} for {rows} completions; pass (prompts, group_size), "
-            "(completions,) or, per turn, (completions, turns)"
-        )
-    bad = (~shaped.isfinite()).nonzero()
-    if len(bad):
-        raise ValueError(
-            f"reward at row {bad[0].tolist()} is {shaped[tuple(bad[0])].item()}; rewards must be finite"
-        )
-    return shaped
+        own = None
+        if any(row is None for row in rows):
+            own = self.policy.frozen_logprobs(batch, "actor", self.forward_config())
+        return stack_sampling_logps(rows, batch.action_mask, own)

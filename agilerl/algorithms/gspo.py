@@ -11,8 +11,8 @@ from agilerl.algorithms.grpo import GRPO
 class GSPO(GRPO):
     """Group Sequence Policy Optimization, https://arxiv.org/abs/2507.18071.
 
-    :class:`~agilerl.algorithms.grpo.GRPO` with ``loss_type`` pinned to ``"gspo"``; takes all its other arguments. The paper
-    clips to about ``(1 - 3e-4, 1 + 4e-4)``.
+    :class:`~agilerl.algorithms.grpo.GRPO` with ``loss_type`` pinned to ``"gspo"``; takes all its
+    other arguments. The paper clips to about ``(1 - 3e-4, 1 + 4e-4)``.
     """
 
     if not TYPE_CHECKING:

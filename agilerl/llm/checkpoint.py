@@ -1,74 +1,49 @@
-"""Checkpoints on disk: what each cell of the grid holds, written atomically, loaded without running code.
+"""Checkpoints on disk: what each cell of the grid holds, written atomically, loaded without code.
 
-========================================  ===================================================================
-``lora_only=True,  save_optimizer=True``  ``<role>/`` PEFT directories; ``attributes.pt`` with optimizer state
-``lora_only=True,  save_optimizer=False`` ``<role>/`` PEFT directories; ``attributes.pt``
-``lora_only=False, save_optimizer=True``  ``attributes.pt`` with the full actor and optimizer state
-``lora_only=False, save_optimizer=False`` ``attributes.pt`` with the full actor
-========================================  ===================================================================
+=========  ==============  ====================================================================
+lora_only  save_optimizer  content
+=========  ==============  ====================================================================
+True       True            ``<role>/`` PEFT directories; ``attributes.pt`` with optimizer state
+True       False           ``<role>/`` PEFT directories; ``attributes.pt``
+False      True            ``attributes.pt`` with the full actor and optimizer state
+False      False           ``attributes.pt`` with the full actor
+=========  ==============  ====================================================================
 
 ``attributes.pt`` always holds the agent's attributes, as numbers, strings, lists and tensors only.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import shutil
-import uuid
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
-logger = logging.getLogger(__name__)
+from agilerl.llm.atomic_directory import atomic_directory, complete_directory
 
 ATTRIBUTES_FILE = "attributes.pt"
 ADAPTER_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
 FORMAT = 1
-
-
-@contextlib.contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
-    """Write a directory under a temporary name beside ``path``; on leaving, sync it to disk and rename it into place.
-
-    A kill at any instant leaves the previous directory whole: under ``path``, or, between the two renames that replace
-    it, under the name that :func:`complete_directory` looks at.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    temporary.mkdir()
-    try:
-        yield temporary
-        _sync(temporary)
-        previous = _previous(path)
-        if path.exists():
-            if previous.exists():
-                shutil.rmtree(previous)
-            path.rename(previous)
-        temporary.rename(path)
-        _sync_directory(path.parent)
-        shutil.rmtree(previous, ignore_errors=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def complete_directory(path: Path) -> Path:
-    """``path``, or what it held before a save that was killed at the moment of replacing it.
-
-    Raises:
-        FileNotFoundError: If there is neither.
-    """
-    if not path.is_dir() and _previous(path).is_dir():
-        logger.warning("%s was being replaced when its writer died; the previous one is used", path)
-        return _previous(path)
-    if not (path / ATTRIBUTES_FILE).is_file():
-        raise FileNotFoundError(f"{path} holds no checkpoint: there is no {ATTRIBUTES_FILE} in it")
-    return path
+ROLES = ("actor", "reference", "critic")
+REQUIRED: Mapping[str, type] = {
+    "algo": str,
+    "arguments": dict,
+    "history": dict,
+    "rng_state": torch.Tensor,
+    "lora_only": bool,
+    "roles": list,
+}
+REQUIRED_IF_FULL: Mapping[str, type] = {
+    "actor_state_dict": dict,
+    "adapter_state_dicts": dict,
+    "model_config": str,
+    "generation_config": str,
+}
 
 
 def save_checkpoint(
@@ -100,8 +75,12 @@ def save_checkpoint(
             for role, slot in adapters.items()
             if role != "actor"
         }
-        content["model_config"] = model.get_base_model().config.to_json_string(use_diff=False)
-    with atomic_directory(path) as folder:
+        base = model.get_base_model()
+        generation = base.generation_config or GenerationConfig()
+        content["model_config"] = base.config.to_json_string(use_diff=False)
+        # It decides which tokens end a completion, and need not be what the config implies.
+        content["generation_config"] = generation.to_json_string(use_diff=False)
+    with atomic_directory(path, ATTRIBUTES_FILE) as folder:
         if lora_only:
             for role, slot in adapters.items():
                 save_adapter(model, slot, folder / role)
@@ -115,17 +94,32 @@ def load_attributes(path: Path) -> dict[str, Any]:
         FileNotFoundError: If there is no checkpoint.
         ValueError: If the file is truncated, tampered with, or of an unknown format.
     """
-    file = complete_directory(path) / ATTRIBUTES_FILE
+    file = complete_directory(path, ATTRIBUTES_FILE) / ATTRIBUTES_FILE
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(
-            f"{file} cannot be loaded safely: it is truncated, damaged, or holds pickled code ({error}). "
-            "Use another checkpoint."
+            f"{file} cannot be loaded safely: it is truncated, damaged, or holds pickled code "
+            f"({error}); use another checkpoint"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"{file} has format {found!r}; this version reads format {FORMAT}")
+        raise ValueError(
+            f"{file} has format {found!r}, but this version reads format {FORMAT}; use another "
+            "checkpoint"
+        )
+    needed = REQUIRED if content.get("lora_only") else {**REQUIRED, **REQUIRED_IF_FULL}
+    for name, kind in needed.items():
+        if not isinstance(content.get(name), kind):
+            raise ValueError(
+                f"{file} is damaged: its {name!r} is {type(content.get(name)).__name__}; use "
+                "another checkpoint"
+            )
+    if "actor" not in content["roles"] or not set(content["roles"]) <= set(ROLES):
+        raise ValueError(
+            f"{file} is damaged: its roles are {content['roles']!r}, they must be 'actor' and "
+            f"others of {ROLES}; use another checkpoint"
+        )
     return content
 
 
@@ -141,16 +135,31 @@ def load_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
 
     Raises:
         FileNotFoundError: If it holds no adapter.
-        ValueError: If its file is damaged.
+        ValueError: If one of its files is damaged, or the adapter is not LoRA.
     """
-    file = folder / ADAPTER_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} holds no {ADAPTER_FILE}")
+    for name in (ADAPTER_FILE, CONFIG_FILE):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{folder} holds no {name}; pass a directory written by save_checkpoint or by "
+                "PEFT's save_pretrained (with safetensors)"
+            )
     try:
-        tensors = load_file(file)
+        tensors = load_file(folder / ADAPTER_FILE)
     except Exception as error:
-        raise ValueError(f"{file} is damaged ({error}); use another checkpoint") from error
-    return LoraConfig.from_pretrained(str(folder)), tensors
+        raise ValueError(
+            f"{folder / ADAPTER_FILE} is damaged ({error}); use another checkpoint"
+        ) from error
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:
+        raise ValueError(
+            f"{folder / CONFIG_FILE} is damaged ({error!r}); use another checkpoint"
+        ) from error
+    if not isinstance(config, LoraConfig):
+        raise ValueError(
+            f"{folder} holds a {type(config).__name__}; only LoRA adapters can be loaded"
+        )
+    return config, tensors
 
 
 def adapter_state_dict(model: PeftModel, slot: str) -> dict[str, torch.Tensor]:
@@ -182,24 +191,3 @@ def base_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
                 ".".join(part for part in parts if part not in ("base_layer", "original_module"))
             ] = tensor
     return found
-
-
-def _previous(path: Path) -> Path:
-    return path.with_name(f".{path.name}.previous")
-
-
-def _sync(folder: Path) -> None:
-    """Flush every file and directory below ``folder`` to disk."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            with open(os.path.join(root, name), "rb") as file:
-                os.fsync(file.fileno())
-        _sync_directory(Path(root))
-
-
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Loading adapters into a policy whose LoRA config may differ: compare, merge, pad to a larger rank."""
+"""Loading adapters into a policy whose LoRA config may differ: compare, merge, pad the rank."""
 
 from __future__ import annotations
 
@@ -51,13 +51,19 @@ def check_same_config(live: LoraConfig, saved: LoraConfig) -> None:
             for n, (mine, theirs) in differing.items()
         )
         raise ValueError(
-            f"LoRA configs differ ({listed}). Create the agent with the checkpoint's lora_config, or pass "
-            "merge_lora_configs=True"
+            f"LoRA configs differ ({listed}). Create the agent with the checkpoint's lora_config, "
+            "or load with merge_lora_configs=True"
         )
 
 
 def merge_configs(live: LoraConfig, saved: LoraConfig) -> LoraConfig:
-    """A config that can hold both: largest rank, union of targets; for other fields the live value, with a warning."""
+    """A config that can hold both: largest rank, union of targets.
+
+    Of other fields that differ the live value wins, with a warning.
+
+    Raises:
+        ValueError: If targets are given as different patterns, or ranks per module.
+    """
     for config in (live, saved):
         if config.rank_pattern or config.alpha_pattern:
             raise ValueError("LoRA configs with rank_pattern or alpha_pattern cannot be merged")
@@ -97,10 +103,10 @@ def rebuild_adapters(policy: Policy, config: LoraConfig, seed: int) -> None:
 def load_adapter(
     policy: Policy, role: str, tensors: dict[str, torch.Tensor], config: LoraConfig
 ) -> None:
-    """Load tensors of an adapter of ``config`` onto a role, padded where the role has a larger rank or more targets.
+    """Load tensors of an adapter of ``config`` onto a role, padded to its rank and targets.
 
-    The padding leaves the function unchanged: new rows of A keep their fresh values, new columns of B are zero, and B
-    absorbs the change of scaling.
+    The padding leaves the function unchanged: new rows of A keep their fresh values, new columns of
+    B are zero, and B absorbs the change of scaling.
 
     Raises:
         ValueError: If the tensors do not fit into the role's adapter.
@@ -111,15 +117,20 @@ def load_adapter(
     if unknown:
         raise ValueError(
             f"the checkpoint's {role} adapter has tensors that this agent's has not: {unknown[:4]}"
+            "; it was trained on another model, or its files are damaged"
         )
-    same_shape = tensors.keys() == live.keys() and all(
-        tensors[n].shape == live[n].shape for n in live
-    )
-    rescale = _scaling(config) / _scaling(policy.lora_config)
-    if same_shape and rescale == 1.0:
-        placed = tensors
-    else:
+    if differing_fields(policy.lora_config, config):
+        rescale = _scaling(config) / _scaling(policy.lora_config)
         placed = {n: _place(n, fresh, tensors.get(n), rescale) for n, fresh in live.items()}
+    else:
+        placed = tensors
+        bad = [n for n in live if n not in tensors or tensors[n].shape != live[n].shape]
+        if bad:
+            raise ValueError(
+                f"the checkpoint's {role} adapter lacks tensors, or has them in another shape than "
+                f"this agent's: {bad[:4]}; it was trained on another model, or its files are "
+                "damaged"
+            )
     set_peft_model_state_dict(policy.model, placed, adapter_name=slot)
 
 
@@ -127,10 +138,8 @@ def _place(
     name: str, fresh: torch.Tensor, saved: torch.Tensor | None, rescale: float
 ) -> torch.Tensor:
     """A saved tensor in the leading rank slice of a fresh one."""
-    is_a, is_b = (
-        ("lora_A" in name or "lora_embedding_A" in name),
-        ("lora_B" in name or "lora_embedding_B" in name),
-    )
+    is_a = "lora_A" in name or "lora_embedding_A" in name
+    is_b = "lora_B" in name or "lora_embedding_B" in name
     placed = fresh.clone()
     if is_b:
         placed.zero_()

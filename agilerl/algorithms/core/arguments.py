@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+import torch
+from peft import LoraConfig
+
+from agilerl.algorithms.core.network import check_network
+from agilerl.algorithms.core.registry import HyperparameterConfig
+from agilerl.llm.config import CosineLRScheduleConfig
 from agilerl.llm.losses import LOSS_TABLE, clip_band
 
 logger = logging.getLogger(__name__)
@@ -50,11 +56,12 @@ class Number:
         if not isinstance(value, kind) or isinstance(value, bool):
             also = " or None" if self.optional else ""
             raise TypeError(f"{name} is {value!r}; it must be {word}{also}")
-        inside = self.low < value if self.open_low else self.low <= value
-        if not (inside and value <= self.high) or math.isnan(value):
-            bracket = "(" if self.open_low else "["
+        number = float(value)
+        inside = self.low < number if self.open_low else self.low <= number
+        # Infinity is no limit that anything could be computed with.
+        if not (inside and number <= self.high and math.isfinite(number)):
             end = "" if math.isinf(self.high) else f" and at most {self.high:g}"
-            least = "above" if bracket == "(" else "at least"
+            least = "above" if self.open_low else "at least"
             raise ValueError(f"{name} is {value}; it must be {least} {self.low:g}{end}")
 
 
@@ -72,6 +79,19 @@ class OneOf:
             )
 
 
+@dataclass(frozen=True)
+class Kind:
+    """An object of a class, or None."""
+
+    kind: type
+    remedy: str
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raise TypeError unless ``value`` is one."""
+        if value is not None and not isinstance(value, self.kind):
+            raise TypeError(f"{name} is {value!r}; it must be {self.remedy} or None")
+
+
 def _flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be True or False")
@@ -87,19 +107,67 @@ def _clip_coef(name: str, value: Any) -> None:
     clip_band(value)
 
 
-def _text(name: str, value: Any) -> None:
+def _pad_token(name: str, value: Any) -> None:
     if not isinstance(value, str):
         raise TypeError(
-            f"{name} is {value!r}; it must be a string (tokenizer.{name}, or tokenizer.eos_token if None)"
+            f"{name} is {value!r}; it must be a string: tokenizer.pad_token, or "
+            "tokenizer.eos_token where the tokenizer has no pad token"
         )
 
 
 def _pad_token_id(name: str, value: Any) -> None:
     if value is None:
         raise ValueError(
-            "pad_token_id is None: this tokenizer has no pad token; pass tokenizer.eos_token_id"
+            f"{name} is None: this tokenizer has no pad token; pass tokenizer.eos_token_id (and "
+            "tokenizer.eos_token as pad_token)"
         )
     Number(0, integer=True)(name, value)
+
+
+def _text(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}; it must be a string or None")
+    if value == "":
+        raise ValueError(f"{name} is ''; it must be a non-empty string or None")
+
+
+def _actor_network(name: str, value: Any) -> None:
+    if value is not None:
+        check_network(value)
+
+
+def _device(name: str, value: Any) -> None:
+    remedy = "it must be 'cpu', 'cuda', 'cuda:<n>' or a torch.device"
+    if not isinstance(value, str | torch.device):
+        raise TypeError(f"{name} is {value!r}; {remedy}")
+    try:
+        device = torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"{name} is {value!r}; {remedy}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is {str(value)!r}; {remedy}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"{name} is {str(value)!r}, but torch sees {torch.cuda.device_count()} CUDA devices; "
+            "it must be one of them, or 'cpu'"
+        )
+
+
+def _hp_config(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, HyperparameterConfig):
+        raise TypeError(f"{name} is {value!r}; it must be a HyperparameterConfig or None")
+    for parameter in value:
+        rule = RULES.get(parameter)
+        if not isinstance(rule, Number) and rule is not _clip_coef:
+            allowed = [n for n, r in RULES.items() if isinstance(r, Number) or r is _clip_coef]
+            raise ValueError(
+                f"{name} names {parameter!r}, which is no hyperparameter that can be mutated; it "
+                f"must be one of {', '.join(allowed)}"
+            )
+        for limit in (value[parameter].min, value[parameter].max):
+            rule(f"limit of {parameter} in {name}", value[parameter].dtype(limit))
 
 
 COUNT = Number(1, integer=True)
@@ -107,7 +175,11 @@ OPTIONAL_COUNT = Number(1, integer=True, optional=True)
 
 RULES: dict[str, Callable[[str, Any], None]] = {
     "pad_token_id": _pad_token_id,
-    "pad_token": _text,
+    "pad_token": _pad_token,
+    "model_name": _text,
+    "actor_network": _actor_network,
+    "model_config": Kind(dict, "a dict of keyword arguments for from_pretrained"),
+    "hp_config": _hp_config,
     "index": Number(0, integer=True),
     "batch_size": COUNT,
     "beta": Number(0),
@@ -128,6 +200,9 @@ RULES: dict[str, Callable[[str, Any], None]] = {
     "min_output_tokens": Number(0, integer=True, optional=True),
     "max_model_len": Number(2, integer=True, optional=True),
     "hf_generate_chunk_size": OPTIONAL_COUNT,
+    "lora_config": Kind(LoraConfig, "a peft.LoraConfig"),
+    "cosine_lr_schedule_config": Kind(CosineLRScheduleConfig, "a CosineLRScheduleConfig"),
+    "device": _device,
     "wrap": _flag,
     "clone": _flag,
     "use_vllm": _flag,
@@ -151,6 +226,7 @@ RULES: dict[str, Callable[[str, Any], None]] = {
     "cast_logprobs_to_fp32": _flag,
     "fused_logprobs_chunk_rows": OPTIONAL_COUNT,
     "activation_offload": _flag,
+    "lora_target_scope": _text,
     "fused_loss_chunk_rows": OPTIONAL_COUNT,
     "vllm_importance_sampling_correction": _flag,
     "vllm_importance_sampling_cap": Number(0, open_low=True),
@@ -186,22 +262,24 @@ def _check_pairs(arguments: Mapping[str, Any]) -> None:
     """Values that contradict each other."""
     if arguments["actor_network"] is None and arguments["model_name"] is None:
         raise ValueError(
-            "pass actor_network (a causal language model) or model_name (a name or path to load)"
+            "actor_network and model_name are both None; pass actor_network (a causal language "
+            "model) or model_name (a name or path to load)"
         )
     least, most = arguments["min_output_tokens"], arguments["max_output_tokens"]
     if least is not None and most is not None and least > most:
-        raise ValueError(f"min_output_tokens is {least}, more than max_output_tokens {most}")
+        raise ValueError(
+            f"min_output_tokens is {least}; it must be at most max_output_tokens, which is {most}"
+        )
     if arguments["loss_reduction"] == "constant" and most is None:
-        raise ValueError('loss_reduction "constant" divides by max_output_tokens: set it')
-    micro, batch = arguments["micro_batch_size_per_gpu"], arguments["batch_size"]
-    if micro is not None and micro > batch:
-        raise ValueError(f"micro_batch_size_per_gpu is {micro}, more than batch_size {batch}")
-    if arguments["loss_type"] == "gspo" and arguments["importance_sampling_level"] in (
-        "token",
-        "turn",
-    ):
+        raise ValueError(
+            "loss_reduction is 'constant', which divides by max_output_tokens, but that is None; "
+            "it must be set"
+        )
+    level = arguments["importance_sampling_level"]
+    # A clone would only repeat it.
+    if arguments["loss_type"] == "gspo" and level in ("token", "turn") and not arguments["clone"]:
         warnings.warn(
-            f"importance_sampling_level={arguments['importance_sampling_level']!r} has no effect with "
-            'loss_type "gspo", which pools the ratio over the trajectory',
+            f"importance_sampling_level={level!r} has no effect with loss_type 'gspo', which pools "
+            "the ratio over the trajectory",
             stacklevel=5,
         )

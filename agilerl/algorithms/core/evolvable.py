@@ -30,10 +30,10 @@ class EvolvableAlgorithm:
     algo: str
     # Attributes that clones copy by value; all else is built from the constructor's arguments.
     _history = ("fitness", "scores", "steps", "mut", "reference_update_tracker")
+    # Attributes that are neither hyperparameters nor history.
+    _machinery: tuple[str, ...] = ()
 
     def __init__(self, index: int, hp_config: HyperparameterConfig | None) -> None:
-        if hp_config is not None and not isinstance(hp_config, HyperparameterConfig):
-            raise TypeError(f"hp_config is {hp_config!r}; pass a HyperparameterConfig or None")
         self._index = index
         self._mut: Any = None
         self.algo = type(self).__name__
@@ -67,6 +67,10 @@ class EvolvableAlgorithm:
     def register_network_group(self, group: NetworkGroup) -> None:
         """Declare a network by attribute name."""
         self._network_groups.append(group)
+
+    def register_optimizer(self, config: OptimizerConfig) -> None:
+        """Declare an optimizer by attribute name."""
+        self._optimizer_configs.append(config)
 
     def register_mutation_hook(self, hook: Callable[[], Any]) -> None:
         """Have ``hook()`` called after every mutation of this agent."""
@@ -102,7 +106,7 @@ class EvolvableAlgorithm:
     def inspect_attributes(
         agent: EvolvableAlgorithm, input_args_only: bool = False
     ) -> dict[str, Any]:
-        """Attributes of an agent, without networks and optimizers.
+        """Attributes of an agent, without networks, optimizers and what drives them.
 
         Args:
             agent: The agent.
@@ -119,7 +123,8 @@ class EvolvableAlgorithm:
         evolvable = agent.evolvable_attributes()
         public = {name: value for name, value in vars(agent).items() if not name.startswith("_")}
         public |= {"index": agent.index, "mut": agent.mut}
-        return {name: value for name, value in public.items() if name not in evolvable}
+        hidden = {*evolvable, *agent._machinery}
+        return {name: value for name, value in public.items() if name not in hidden}
 
     @staticmethod
     def copy_attributes(agent: EvolvableAlgorithm, clone: EvolvableAlgorithm) -> EvolvableAlgorithm:
@@ -148,20 +153,19 @@ class EvolvableAlgorithm:
             action_space: Ignored likewise.
             wrapper_cls: Wraps every agent, as ``wrapper_cls(agent, **wrapper_kwargs)``.
             wrapper_kwargs: For the wrapper.
-            **kwargs: Constructor arguments. Hyperparameters in ``hp_config`` are drawn within their limits for each
-                agent.
+            **kwargs: Constructor arguments. Hyperparameters in ``hp_config`` are drawn within
+                their limits for each agent.
         """
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"size is {size!r}; it must be an integer")
         if size < 1:
-            raise ValueError(f"size is {size}; a population needs at least one agent")
-        hp_config: HyperparameterConfig | None = kwargs.get("hp_config")
+            raise ValueError(f"size is {size}; it must be at least 1")
+        given = kwargs.get("hp_config")
+        ranges = given.config if isinstance(given, HyperparameterConfig) else {}
         rng = random.Random(kwargs.get("seed", 42))
         agents: list[Any] = []
         for index in range(size):
-            sampled = (
-                {}
-                if hp_config is None
-                else {name: hp_config[name].sample(rng) for name in hp_config}
-            )
+            sampled = {name: parameter.sample(rng) for name, parameter in ranges.items()}
             agent: Any = cls(**{**kwargs, **sampled, "index": index})
             agents.append(
                 agent if wrapper_cls is None else wrapper_cls(agent, **(wrapper_kwargs or {}))

@@ -1,31 +1,33 @@
-"""LLMAlgorithm: an agent over a language model's adapter; each method is a few lines onto ``agilerl.llm``."""
+"""LLMAlgorithm: an agent over a language model's adapter; a few lines per method onto the core."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 from peft import PeftModel
 
 from agilerl.algorithms.core import persistence
+from agilerl.algorithms.core.acting import action_result, evaluate, unpadded_prompts
 from agilerl.algorithms.core.evolvable import EvolvableAlgorithm
+from agilerl.algorithms.core.network import build_policy, context_length, eos_token_ids
 from agilerl.algorithms.core.registry import NetworkGroup, OptimizerConfig
-from agilerl.llm.adapters import default_lora_config, scope_lora_config
-from agilerl.llm.batch import stack_rows
+from agilerl.llm.adapters import copy_adapter
 from agilerl.llm.config import CosineLRScheduleConfig, ForwardConfig, SamplingConfig
 from agilerl.llm.engine.local import LocalEngine, cosine_schedule, set_learning_rate
-from agilerl.llm.generation import Completions, Generator
+from agilerl.llm.generation import Generator
 from agilerl.llm.generation.hf import HFGenerator
-from agilerl.llm.policy import Policy, SharedBase, load_base
+from agilerl.llm.policy import Policy
 from agilerl.llm.update import Health
 from agilerl.typing import ActionResult, ReasoningPrompts
 
 if TYPE_CHECKING:
+    import numpy as np
     from accelerate import Accelerator
     from peft import LoraConfig
     from transformers import PreTrainedModel
@@ -36,8 +38,8 @@ logger = logging.getLogger(__name__)
 class LLMAlgorithm(EvolvableAlgorithm):
     """Adapters, generation, evaluation and checkpoints of an agent; subclasses add ``learn``.
 
-    Hyperparameters are plain attributes, read at every call: changing ``agent.temperature`` or ``agent.lr`` takes effect at
-    once.
+    Hyperparameters are plain attributes, read at every call: a changed ``agent.temperature`` or
+    ``agent.lr`` takes effect at once.
 
     Args:
         arguments: The constructor's arguments by name, already checked.
@@ -70,14 +72,20 @@ class LLMAlgorithm(EvolvableAlgorithm):
     use_separate_reference_adapter: bool
     cast_logprobs_to_fp32: bool
     fused_logprobs_chunk_rows: int | None
+    policy: Policy
+    generator: Generator
+    engine: LocalEngine
+    _machinery = ("policy", "generator", "engine", "rng", "health", "training")
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments["index"], arguments["hp_config"])
         for name, value in arguments.items():
             if name not in ("index", "hp_config", "actor_network", "clone"):
                 setattr(self, name, value)
-        self.policy = self._build_policy(arguments["actor_network"])
-        self.generator: Generator = HFGenerator(self.policy)
+        self.device = str(self.device)
+        self.policy = build_policy(self, arguments["actor_network"])
+        self.lora_config = self.policy.lora_config
+        self.generator = HFGenerator(self.policy)
         self.engine = self._build_engine()
         # Members of a population must explore differently although they share a seed.
         self.rng = torch.Generator().manual_seed((self.seed + 1_000_003 * self.index) % 2**63)
@@ -89,37 +97,16 @@ class LLMAlgorithm(EvolvableAlgorithm):
         if self.torch_compiler is not None:
             self.recompile()
 
-    def _build_policy(self, network: PreTrainedModel | PeftModel | None) -> Policy:
-        if network is None:
-            assert self.model_name is not None
-            network = load_base(self.model_name, self.model_config, self.device)
-        start = persistence.detach_adapter(network) if isinstance(network, PeftModel) else None
-        model = start.model if start is not None else network
-        if (
-            next(model.parameters()).device != torch.device(self.device)
-            and torch.device(self.device).type != "meta"
-        ):
-            model.to(self.device)
-        base = SharedBase.of(model)
-        config = self.lora_config or (start.config if start is not None else default_lora_config())
-        if config.lora_dropout:
-            logger.warning(
-                "lora_dropout=%s has no effect: all forwards run without dropout, so that the importance ratio of "
-                "fresh rollouts is exactly 1",
-                config.lora_dropout,
-            )
-        self.lora_config = scope_lora_config(config, model, self.lora_target_scope)
-        policy = Policy(
-            base,
-            self.lora_config,
-            separate_reference=self.use_separate_reference_adapter,
-            seed=self.seed,
-        )
-        if start is not None:
-            persistence.load_roles(
-                policy, {role: start.tensors for role in policy.roles}, start.config
-            )
-        return policy
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Reached only for what is not there: clean_up took it away.
+            if name in ("policy", "generator", "engine"):
+                raise RuntimeError(
+                    f"this {type(self).__name__} agent was cleaned up and holds no adapters any "
+                    "more; make a new one, or load a checkpoint of it"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _build_engine(self) -> LocalEngine:
         return LocalEngine(
@@ -137,7 +124,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
         """Complete prompts.
 
         Args:
-            obs: Prompt dicts with ``input_ids`` ``(1, P)`` and ``attention_mask`` ``(1, P)``; not changed.
+            obs: Prompt dicts with ``input_ids`` ``(1, P)`` and ``attention_mask`` ``(1, P)``; not
+                changed.
             training: Sample; otherwise decode greedily, once per prompt.
             repeat_prompts: In training, complete each prompt ``group_size`` times; False: once.
 
@@ -145,16 +133,15 @@ class LLMAlgorithm(EvolvableAlgorithm):
             Per prompt ``(G, T)`` token ids and ``(G, T - 1)`` action masks; unpacks into these two.
 
         Raises:
-            ValueError: If a prompt is too long for ``max_model_len``.
+            TypeError: If a prompt is no dict with these two tensors.
+            ValueError: If there is no prompt, or one is too long for ``max_model_len``.
         """
-        prompts = [_unpadded(prompt) for prompt in ([obs] if isinstance(obs, Mapping) else obs)]
-        if not prompts:
-            raise ValueError("obs is empty; pass at least one prompt")
+        prompts = unpadded_prompts(obs)
         samples = self.group_size if training and repeat_prompts else 1
         completions = self.generator.generate(
             prompts, samples, self.sampling_config(training), self.rng
         )
-        return _action_result(prompts, completions, samples, self.pad_token_id)
+        return action_result(prompts, completions, samples, self.pad_token_id)
 
     def test(self, env: Any, loop: int = 1) -> np.ndarray:
         """Evaluate greedily on the whole test split of a ``ReasoningGym``.
@@ -164,26 +151,24 @@ class LLMAlgorithm(EvolvableAlgorithm):
             loop: How many times to go through the split.
 
         Returns:
-            ``(loop · rows,)`` float32 rewards in the order of the split; their mean is appended to ``fitness``.
+            ``(loop · rows,)`` float32 rewards in the order of the split; their mean is appended to
+            ``fitness``.
+
+        Raises:
+            TypeError: If the environment has no test split.
+            ValueError: If ``loop`` is not positive.
         """
-        rewards: list[torch.Tensor] = []
-        with env.eval_mode():
-            for _ in range(loop):
-                prompts = env.reset()
-                while prompts:
-                    result = self.get_action(prompts, training=False)
-                    prompts, scored = env.step(result.completion_ids)[:2]
-                    rewards.append(scored.reshape(-1))
-        scores = torch.cat(rewards).numpy()
+        scores = evaluate(self, env, loop)
         self.fitness.append(float(scores.mean()))
         return scores
 
     def sampling_config(self, training: bool = True) -> SamplingConfig:
         """How completions are drawn, from the attributes as they are now."""
+        model = self.policy.base.model
         return SamplingConfig(
             max_new_tokens=self.max_output_tokens,
-            max_model_len=self.max_model_len or self._context_length(),
-            eos_token_ids=self._eos_token_ids(),
+            max_model_len=self.max_model_len or context_length(model),
+            eos_token_ids=eos_token_ids(model) or (self.pad_token_id,),
             pad_token_id=self.pad_token_id,
             greedy=not training,
             temperature=self.temperature,
@@ -207,24 +192,6 @@ class LLMAlgorithm(EvolvableAlgorithm):
             tile_rows=self.fused_logprobs_chunk_rows,
         )
 
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        model = self.policy.base.model
-        eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-        eos = model.config.get_text_config().eos_token_id if eos is None else eos
-        if eos is None:
-            return (self.pad_token_id,)
-        return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
-
-    def _context_length(self) -> int:
-        length = getattr(
-            self.policy.base.model.config.get_text_config(), "max_position_embeddings", None
-        )
-        if length is None:
-            raise ValueError(
-                "max_model_len is None and the model's config names no context length: set max_model_len"
-            )
-        return int(length)
-
     # ---- networks and optimizer
 
     @property
@@ -242,10 +209,6 @@ class LLMAlgorithm(EvolvableAlgorithm):
         """The cosine schedule, or None."""
         return self.engine.scheduler
 
-    def register_optimizer(self, config: OptimizerConfig) -> None:
-        """Declare an optimizer by attribute name."""
-        self._optimizer_configs.append(config)
-
     def reinit_optimizers(self, optimizer: OptimizerConfig | None = None) -> None:
         """Start the optimizer (there is one) and its schedule afresh."""
         if optimizer is not None and optimizer.name != "optimizer":
@@ -261,14 +224,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
     ) -> tuple[Accelerator | None, Any]:
         """Set an optimizer's learning rate and, if configured, start a new schedule on it.
 
-        Args:
-            optimizer: The optimizer.
-            lr: Learning rate; of an actor/critic pair, the actor's is used.
-            accelerator: Returned as it is.
-            scheduler_config: The schedule.
-
-        Returns:
-            The accelerator and the scheduler (None without a config).
+        Of an actor/critic pair ``lr`` the actor's is used. Returns the accelerator as it is, and
+        the scheduler (None without a config).
         """
         set_learning_rate(optimizer, lr[0] if isinstance(lr, tuple) else lr)
         return accelerator, None if scheduler_config is None else cosine_schedule(
@@ -304,8 +261,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
         elif not self._warned_fixed_reference:
             self._warned_fixed_reference = True
             logger.warning(
-                "the reference policy stays the base model: with use_separate_reference_adapter=False there is no "
-                "adapter to move"
+                "the reference policy stays the base model: with "
+                "use_separate_reference_adapter=False there is no adapter to move"
             )
 
     def set_training_mode(self, training: bool) -> None:
@@ -313,7 +270,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
         self.training = training
 
     def recompile(self) -> None:
-        """Compile the training forward with the mode in ``torch_compiler``; a no-op when that is None."""
+        """Compile the training forward with the mode in ``torch_compiler``; None: do not."""
         self.policy.compile(self.torch_compiler)
 
     def wrap_models(self) -> None:
@@ -323,13 +280,19 @@ class LLMAlgorithm(EvolvableAlgorithm):
         """Nothing to unwrap in a single process."""
 
     def clean_up(self) -> None:
-        """Free this agent's adapters; the last agent on a base leaves the model as it was given."""
-        self.policy.release()
+        """Free this agent's adapters and optimizer; a second call does nothing.
+
+        The last agent on a base leaves a plain model without adapters.
+        """
+        if "policy" in vars(self):
+            self.policy.release()
+            for name in ("policy", "generator", "engine"):
+                delattr(self, name)
 
     # ---- copies and checkpoints
 
     def clone(self, index: int | None = None, wrap: bool = True) -> Self:
-        """A new agent on the same base with this one's adapters, optimizer, schedule and hyperparameters.
+        """A new agent on the same base with this one's adapters, optimizer and hyperparameters.
 
         Args:
             index: Its place in the population; None: this one's.
@@ -344,8 +307,9 @@ class LLMAlgorithm(EvolvableAlgorithm):
         }
         twin = type(self)(**arguments)
         for role in self.policy.roles:
-            persistence.copy_role(self.policy, twin.policy, role)
-        twin.engine.load_state_dict(self.engine.state_dict())
+            copy_adapter(self.policy.parameters(role), twin.policy.parameters(role))
+        # Loading does not copy the moments, and both optimizers write to theirs in place.
+        twin.engine.load_state_dict(copy.deepcopy(self.engine.state_dict()))
         if twin.index == self.index:
             twin.rng.set_state(self.rng.get_state())
         self.copy_attributes(self, twin)
@@ -354,12 +318,15 @@ class LLMAlgorithm(EvolvableAlgorithm):
     def save_checkpoint(
         self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
     ) -> None:
-        """Write a checkpoint directory, atomically; see :mod:`agilerl.llm.checkpoint` for what it holds.
+        """Write a checkpoint directory atomically; what it holds: :mod:`agilerl.llm.checkpoint`.
 
         Args:
             path: The directory; an earlier checkpoint there is replaced.
             lora_only: Save adapters only (as PEFT directories); False: the full actor.
             save_optimizer: Also save optimizer and schedule.
+
+        Raises:
+            FileExistsError: If ``path`` holds something that is not a checkpoint.
         """
         persistence.save(self, Path(path), lora_only=lora_only, save_optimizer=save_optimizer)
 
@@ -376,10 +343,11 @@ class LLMAlgorithm(EvolvableAlgorithm):
         Args:
             path: A checkpoint of any cell of the grid.
             load_optimizer: Also restore optimizer and schedule; warns if the checkpoint has none.
-            overwrite_reference_adapter: Start the reference from the checkpoint's actor; False: from its reference, if it
-                has one.
+            overwrite_reference_adapter: Start the reference from the checkpoint's actor; False:
+                from its reference, if it has one.
             overwrite_critic_adapter: No effect: these agents have no critic.
-            merge_lora_configs: Reconcile a differing LoRA config instead of refusing it: larger rank, union of targets.
+            merge_lora_configs: Reconcile a differing LoRA config instead of refusing it: larger
+                rank, union of targets.
 
         Raises:
             FileNotFoundError: If there is no checkpoint.
@@ -401,36 +369,13 @@ class LLMAlgorithm(EvolvableAlgorithm):
         accelerator: Accelerator | None = None,
         actor_network: PreTrainedModel | None = None,
     ) -> Self:
-        """Rebuild an agent from a checkpoint: weights, optimizer, hyperparameters, history, random state.
+        """Rebuild an agent from a checkpoint: weights, optimizer, hyperparameters, history, RNG.
 
         Args:
             path: The checkpoint.
             device: Where the model shall run.
             accelerator: For distributed training.
-            actor_network: The base model, where the checkpoint recorded neither a name to load nor the full actor.
+            actor_network: The base model, where the checkpoint recorded neither a name to load
+                nor the full actor.
         """
         return persistence.rebuild(cls, Path(path), device, accelerator, actor_network)
-
-
-def _unpadded(prompt: ReasoningPrompts) -> torch.Tensor:
-    """The 1-D ids of a prompt dict, without padding on either side."""
-    ids = prompt["input_ids"].reshape(-1)
-    return ids[prompt["attention_mask"].reshape(-1).bool()].cpu().long()
-
-
-def _action_result(
-    prompts: list[torch.Tensor], completions: Completions, samples: int, pad_token_id: int
-) -> ActionResult:
-    ids, masks = [], []
-    for i, prompt in enumerate(prompts):
-        group = completions.token_ids[i * samples : (i + 1) * samples]
-        ids.append(
-            stack_rows([torch.cat([prompt, completion]) for completion in group], pad_token_id)
-        )
-        position = torch.arange(ids[-1].shape[1] - 1)
-        ends = torch.tensor([len(prompt) - 1 + len(completion) for completion in group])
-        masks.append((position >= len(prompt) - 1) & (position < ends[:, None]))
-    logps: list[torch.Tensor | None] | None = (
-        None if completions.logps is None else list(completions.logps)
-    )
-    return ActionResult(ids, masks, logps)

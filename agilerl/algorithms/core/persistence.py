@@ -1,4 +1,4 @@
-"""Agents to checkpoints and back; the files themselves are :mod:`agilerl.llm.checkpoint`'s business."""
+"""Agents to checkpoints and back; the files are :mod:`agilerl.llm.checkpoint`'s business."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from agilerl.algorithms.core.plain_values import decode_arguments, encode_arguments
+from agilerl.algorithms.core.plain_values import (
+    decode_arguments,
+    decode_value,
+    encode_arguments,
+    encode_value,
+)
 from agilerl.llm import checkpoint, lora_merge
-from agilerl.llm.adapters import copy_adapter
-from agilerl.llm.policy import Policy
+from agilerl.llm.atomic_directory import complete_directory
+from agilerl.llm.policy import Policy, load_base
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -30,18 +35,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """An adapter taken off a PEFT model or read from disk."""
+    """An adapter read from disk."""
 
     config: LoraConfig
     tensors: dict[str, torch.Tensor]
     """By PEFT's names, without the adapter's."""
-
-
-@dataclass(frozen=True)
-class DetachedModel(LoadedAdapter):
-    """A PEFT model taken apart."""
-
-    model: PreTrainedModel
 
 
 def save(agent: LLMAlgorithm, path: Path, *, lora_only: bool, save_optimizer: bool) -> None:
@@ -83,7 +81,8 @@ def load_into(
     if state is None or rebuilt:
         reason = "its LoRA config was merged with another" if rebuilt else "it holds none"
         warnings.warn(
-            f"no optimizer state was loaded from {path}: {reason}; it starts afresh", stacklevel=3
+            f"no optimizer state was loaded from {path}: {reason}; the optimizer starts afresh",
+            stacklevel=3,
         )
         agent.reinit_optimizers()
     else:
@@ -95,75 +94,57 @@ def rebuild(
     path: Path,
     device: str | torch.device,
     accelerator: Accelerator | None,
-    actor_network: PreTrainedModel | None,
+    actor_network: PreTrainedModel | PeftModel | None,
 ) -> AgentT:
     """Make an agent from a checkpoint alone, or from it and a base model."""
     attributes = checkpoint.load_attributes(path)
     if attributes["algo"] != cls.__name__:
         raise ValueError(
-            f"{path} is a checkpoint of {attributes['algo']}, not {cls.__name__}: use {attributes['algo']}.load"
+            f"{path} is a checkpoint of {attributes['algo']}, not {cls.__name__}; use "
+            f"{attributes['algo']}.load"
         )
     arguments = decode_arguments(attributes["arguments"])
+    unknown = sorted(arguments.keys() - set(cls.argument_names()))
+    if unknown:
+        raise ValueError(
+            f"{path} holds arguments that {cls.__name__} does not take: {unknown}; load it with "
+            "the version that saved it"
+        )
     if actor_network is None:
-        actor_network = _base_from(path, attributes)
-    agent = cls(
-        **arguments, actor_network=actor_network, device=str(device), accelerator=accelerator
-    )
+        actor_network = _base_from(path, attributes, arguments, device)
+    arguments |= {"actor_network": actor_network, "device": device, "accelerator": accelerator}
+    agent = cls(**arguments)
     has_optimizer = "optimizer" in attributes
     load_into(agent, path, load_optimizer=has_optimizer, reference_from_actor=False, merge=False)
-    for name, value in attributes["history"].items():
-        setattr(agent, name, value)
+    for name in ("index", *agent._history):
+        setattr(agent, name, attributes["history"][name])
     agent.rng.set_state(attributes["rng_state"])
     return agent
 
 
-def detach_adapter(model: PeftModel) -> DetachedModel:
-    """Take the active adapter off a PEFT model, which becomes the plain base again."""
-    slot = model.active_adapters[0]
-    config = model.peft_config[slot]
-    if not isinstance(config, LoraConfig):
-        raise TypeError(
-            f"actor_network carries a {type(config).__name__}; only LoRA adapters can be trained"
-        )
-    tensors = checkpoint.adapter_state_dict(model, slot)
-    return DetachedModel(config, {name: t.clone() for name, t in tensors.items()}, model.unload())
-
-
-def load_roles(
-    policy: Policy, roles: dict[str, dict[str, torch.Tensor]], config: LoraConfig
-) -> None:
-    """Load tensors onto several roles of a policy whose LoRA config must agree with ``config``."""
-    lora_merge.check_same_config(policy.lora_config, config)
-    for role, tensors in roles.items():
-        lora_merge.load_adapter(policy, role, tensors, config)
-
-
-def copy_role(source: Policy, target: Policy, role: str) -> None:
-    """Copy a role's weights from one policy to another on the same base."""
-    copy_adapter(source.parameters(role), target.parameters(role))
-
-
 def _attributes(agent: LLMAlgorithm) -> dict[str, Any]:
     """What every cell of the grid holds."""
+    model = agent.policy.base.model
+    history = {name: getattr(agent, name) for name in ("index", *agent._history)}
     return {
         "algo": agent.algo,
         "arguments": encode_arguments(agent.inspect_attributes(agent, input_args_only=True)),
-        "history": {name: getattr(agent, name) for name in ("index", *agent._history)},
+        "history": {name: encode_value(value, name) for name, value in history.items()},
         "rng_state": agent.rng.get_state(),
-        "base_name": agent.model_name or agent.policy.base.model.name_or_path or None,
+        "base_name": agent.model_name or model.name_or_path or None,
+        "base_dtype": encode_value(model.dtype, "base_dtype"),
     }
 
 
 def _read(path: Path) -> tuple[dict[str, LoadedAdapter], dict[str, Any]]:
-    """The adapters by role, and the attributes, of a checkpoint or of a plain PEFT directory (the actor)."""
+    """The adapters by role, and the attributes; a plain PEFT directory has an actor only."""
     if (path / checkpoint.ADAPTER_FILE).is_file():
         return {"actor": LoadedAdapter(*checkpoint.load_adapter(path))}, {}
     attributes = checkpoint.load_attributes(path)
     if attributes["lora_only"]:
-        folder = checkpoint.complete_directory(path)
-        return {
-            r: LoadedAdapter(*checkpoint.load_adapter(folder / r)) for r in attributes["roles"]
-        }, attributes
+        folder = complete_directory(path, checkpoint.ATTRIBUTES_FILE)
+        roles = attributes["roles"]
+        return {r: LoadedAdapter(*checkpoint.load_adapter(folder / r)) for r in roles}, attributes
     config = decode_arguments(attributes["arguments"])["lora_config"]
     full = attributes["actor_state_dict"]
     states = {"actor": {n: t for n, t in full.items() if n not in _base_part(full)}}
@@ -172,7 +153,7 @@ def _read(path: Path) -> tuple[dict[str, LoadedAdapter], dict[str, Any]]:
 
 
 def _reconcile(agent: LLMAlgorithm, saved: LoraConfig, merge: bool) -> bool:
-    """Make the agent's LoRA config able to hold ``saved``. Returns whether its adapters had to be rebuilt."""
+    """Make the agent's LoRA config able to hold ``saved``; True if its adapters were rebuilt."""
     if not merge:
         lora_merge.check_same_config(agent.policy.lora_config, saved)
         return False
@@ -192,13 +173,14 @@ def _load_base(policy: Policy, state: dict[str, torch.Tensor]) -> None:
     live = checkpoint.base_tensors(policy.model)
     if saved.keys() != live.keys():
         raise ValueError(
-            f"the checkpoint's base model is another one: they differ in {sorted(saved.keys() ^ live.keys())[:4]}"
+            "the checkpoint's base model is another one than the agent's: they differ in "
+            f"{sorted(saved.keys() ^ live.keys())[:4]}"
         )
     for name, tensor in live.items():
         if tensor.shape != saved[name].shape:
             raise ValueError(
-                f"the checkpoint's base model is another one: {name} is {tuple(saved[name].shape)}, not "
-                f"{tuple(tensor.shape)}"
+                f"the checkpoint's base model is another one than the agent's: {name} is "
+                f"{tuple(saved[name].shape)}, not {tuple(tensor.shape)}"
             )
     changed = [n for n, t in live.items() if not torch.equal(t.cpu(), saved[n].to(t.dtype))]
     if changed:
@@ -215,24 +197,39 @@ def _base_part(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if not name.startswith("base_model.")}
 
 
-def _base_from(path: Path, attributes: dict[str, Any]) -> PreTrainedModel | None:
-    """The base model, from the full actor if the checkpoint holds it, else None if its name can be loaded by the agent."""
+def _base_from(
+    path: Path, attributes: dict[str, Any], arguments: dict[str, Any], device: str | torch.device
+) -> PreTrainedModel:
+    """The base model: from the full actor if the checkpoint holds it, else by its name or path."""
     if "actor_state_dict" in attributes:
-        content = json.loads(attributes["model_config"])
-        config = AutoConfig.for_model(content.pop("model_type"), **content)
-        state = attributes["actor_state_dict"]
-        dtype = next(t.dtype for t in state.values() if t.is_floating_point())
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        model.load_state_dict(_base_part(state))
-        return model
-    name = attributes["base_name"]
+        return _base_from_state(attributes)
+    name, settings = attributes.get("base_name"), arguments.get("model_config")
+    if (settings or {}).get("trust_remote_code"):
+        raise ValueError(
+            f"{path} asks for a base model with trust_remote_code, and loading a checkpoint must "
+            "not run code; load the model yourself and pass it as actor_network"
+        )
+    if arguments.get("model_name") is None:
+        settings = {"dtype": decode_value(attributes.get("base_dtype"))}
     try:
         if name is None:
-            raise OSError("it recorded no model name")
-        model_config = decode_arguments(attributes["arguments"])["model_config"]
-        return AutoModelForCausalLM.from_pretrained(name, **(model_config or {}))
+            raise OSError("the checkpoint recorded no model name")
+        return load_base(name, settings, device)
     except OSError as error:
         raise ValueError(
-            f"{path} holds adapters only, and their base model ({name!r}) cannot be loaded ({error}); pass it as "
-            "actor_network"
+            f"{path} holds adapters only, and their base model ({name!r}) cannot be loaded "
+            f"({error}); pass it as actor_network"
         ) from error
+
+
+def _base_from_state(attributes: dict[str, Any]) -> PreTrainedModel:
+    state = _base_part(attributes["actor_state_dict"])
+    content = json.loads(attributes["model_config"])
+    config = AutoConfig.for_model(content.pop("model_type"), **content)
+    dtype = decode_value(attributes.get("base_dtype"))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(state)
+    model.generation_config = GenerationConfig.from_dict(
+        json.loads(attributes["generation_config"])
+    )
+    return model

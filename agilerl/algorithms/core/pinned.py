@@ -11,8 +11,8 @@ from typing import Any
 def pin_argument(init: Callable[..., None], **pinned: Any) -> Callable[..., None]:
     """``init`` with some arguments fixed and gone from its signature; all others stay explicit.
 
-    Sixty arguments forwarded by hand would be sixty chances to forget one; the signature that ``inspect`` and ``help`` show
-    is the real one.
+    Sixty arguments forwarded by hand would be sixty chances to forget one; the signature that
+    ``inspect`` and ``help`` show is the real one.
     """
     signature = inspect.signature(init)
     parameters = [p for name, p in signature.parameters.items() if name not in pinned]
@@ -20,6 +20,11 @@ def pin_argument(init: Callable[..., None], **pinned: Any) -> Callable[..., None
 
     @functools.wraps(init)
     def pinned_init(*args: Any, **kwargs: Any) -> None:
+        for name in pinned.keys() & kwargs:
+            raise TypeError(
+                f"{name} is {kwargs[name]!r}, but {type(args[0]).__name__} pins it to "
+                f"{pinned[name]!r}; leave it out, or use GRPO"
+            )
         bound = visible.bind(*args, **kwargs)
         self, *_ = bound.args
         given = dict(bound.arguments)

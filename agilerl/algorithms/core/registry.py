@@ -54,7 +54,7 @@ class HyperparameterConfig:
     """The hyperparameters that evolution may change, by attribute name.
 
     Example:
-        ``HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3), beta=RLParameter(min=0.0, max=0.1))``
+        ``HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3), beta=RLParameter(min=0, max=1))``
     """
 
     def __init__(self, **parameters: RLParameter) -> None:

@@ -1,0 +1,94 @@
+"""From prompt dicts to 1-D prompts, from completions to an ``ActionResult``, and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from agilerl.llm.batch import stack_rows
+from agilerl.llm.generation import Completions
+from agilerl.typing import ActionResult, ReasoningPrompts
+
+if TYPE_CHECKING:
+    from agilerl.algorithms.core.llm import LLMAlgorithm
+
+
+def unpadded_prompts(obs: Sequence[ReasoningPrompts] | ReasoningPrompts) -> list[torch.Tensor]:
+    """The 1-D ids of prompts, without padding on either side; copies, so ``obs`` stays as it is.
+
+    Raises:
+        TypeError: If a prompt is no dict with ``input_ids`` and ``attention_mask`` tensors.
+        ValueError: If there is no prompt, or a dict does not hold exactly one.
+    """
+    if isinstance(obs, str) or not isinstance(obs, Mapping | Sequence):
+        raise TypeError(f"obs is of type {type(obs).__name__}; it must be a list of prompt dicts")
+    prompts = [
+        _unpadded(i, prompt) for i, prompt in enumerate([obs] if isinstance(obs, Mapping) else obs)
+    ]
+    if not prompts:
+        raise ValueError("obs is empty; it must hold at least one prompt")
+    return prompts
+
+
+def _unpadded(index: int, prompt: Any) -> torch.Tensor:
+    names = ("input_ids", "attention_mask")
+    if not isinstance(prompt, Mapping) or not all(
+        isinstance(prompt.get(name), torch.Tensor) for name in names
+    ):
+        raise TypeError(
+            f"obs[{index}] is {prompt!r}; it must be a dict with tensors {names[0]!r} and "
+            f"{names[1]!r} of shape (1, P), as tokenizer(text, return_tensors='pt') gives"
+        )
+    ids, mask = (prompt[name] for name in names)
+    if ids.shape != mask.shape or ids.numel() != ids.shape[-1]:
+        raise ValueError(
+            f"obs[{index}] has input_ids of shape {tuple(ids.shape)} and attention_mask of shape "
+            f"{tuple(mask.shape)}; both must be (1, P), one prompt per dict"
+        )
+    return ids.reshape(-1)[mask.reshape(-1).bool()].cpu().long()
+
+
+def action_result(
+    prompts: Sequence[torch.Tensor], completions: Completions, samples: int, pad_token_id: int
+) -> ActionResult:
+    """Put completions behind their prompts, ``samples`` rows per prompt."""
+    ids, masks = [], []
+    for i, prompt in enumerate(prompts):
+        group = completions.token_ids[i * samples : (i + 1) * samples]
+        rows = [torch.cat([prompt, completion]) for completion in group]
+        ids.append(stack_rows(rows, pad_token_id))
+        position = torch.arange(ids[-1].shape[1] - 1)
+        # From lengths, not from ids: the sampled end-of-sequence token may be the padding's id.
+        ends = torch.tensor([len(row) - 1 for row in rows])
+        masks.append((position >= len(prompt) - 1) & (position < ends[:, None]))
+    logps: list[torch.Tensor | None] | None = (
+        None if completions.logps is None else list(completions.logps)
+    )
+    return ActionResult(ids, masks, logps)
+
+
+def evaluate(agent: LLMAlgorithm, env: Any, loop: int) -> np.ndarray:
+    """Greedy rewards ``(loop · rows,)`` on the test split of a ``ReasoningGym``, in its order.
+
+    Raises:
+        TypeError: If the environment has no test split.
+        ValueError: If ``loop`` is not positive.
+    """
+    if not hasattr(env, "eval_mode"):
+        raise TypeError(
+            f"env is of type {type(env).__name__}; it must be a ReasoningGym, with a test split"
+        )
+    if loop < 1:
+        raise ValueError(f"loop is {loop}; it must be at least 1")
+    rewards: list[torch.Tensor] = []
+    with env.eval_mode():
+        for _ in range(loop):
+            prompts = env.reset()
+            while prompts:
+                result = agent.get_action(prompts, training=False)
+                prompts, scored = env.step(result.completion_ids)[:2]
+                rewards.append(scored.reshape(-1))
+    return torch.cat(rewards).numpy()

@@ -1,0 +1,76 @@
+"""Checks and shapes of what ``learn`` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def shape_rewards(rewards: Any, rows: int, group_size: int) -> torch.Tensor:
+    """Rewards of ``rows`` completions as ``(B,)``, or ``(B, U)`` per turn.
+
+    Args:
+        rewards: ``(P, G)``, ``(B,)`` or ``(B, U)`` tensor, array, or (nested) list.
+        rows: B.
+        group_size: G.
+
+    Raises:
+        ValueError: For another shape, or a reward that is not a finite number.
+    """
+    remedy = "pass (prompts, group_size), (completions,) or, per turn, (completions, turns)"
+    try:
+        if isinstance(rewards, list | tuple):
+            rewards = torch.stack([torch.as_tensor(row) for row in rewards])
+        rewards = torch.as_tensor(rewards)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"rewards are not an array of numbers ({error}); {remedy}") from error
+    if not rewards.dtype.is_floating_point:
+        rewards = rewards.float()
+    shape = tuple(rewards.shape)
+    if shape in ((rows,), (rows // group_size, group_size)):
+        rewards = rewards.reshape(-1)
+    elif len(shape) != 2 or shape[0] != rows:
+        raise ValueError(
+            f"rewards have shape {shape} for {rows} completions in groups of {group_size}; {remedy}"
+        )
+    bad = (~rewards.isfinite()).nonzero()
+    if len(bad):
+        raise ValueError(
+            f"reward of completion {int(bad[0, 0])} is {rewards[tuple(bad[0])].item()}; it must "
+            "be finite"
+        )
+    return rewards
+
+
+def stack_sampling_logps(
+    rows: Sequence[torch.Tensor | None], action_mask: torch.Tensor, own: torch.Tensor | None
+) -> torch.Tensor:
+    """The sampler's log-probs as ``(B, S)``, 0 outside actions.
+
+    Args:
+        rows: One 1-D tensor per completion, generated tokens only; None: not reported.
+        action_mask: ``(B, S)`` bool.
+        own: ``(B, S)`` log-probs for the rows without; needed if there is one.
+
+    Raises:
+        ValueError: If there are not as many as there are completions, or generated tokens.
+    """
+    if len(rows) != len(action_mask):
+        raise ValueError(
+            f"sampling_logps has {len(rows)} entries for {len(action_mask)} completions; pass one "
+            "tensor (or None) per completion"
+        )
+    stacked = torch.zeros(action_mask.shape, device=action_mask.device) if own is None else own
+    counts = action_mask.sum(1).tolist()
+    for i, row in enumerate(rows):
+        if row is None:
+            continue
+        if row.numel() != counts[i]:
+            raise ValueError(
+                f"sampling_logps[{i}] has {row.numel()} entries, but completion {i} has "
+                f"{counts[i]} generated tokens; pass one log-prob per generated token"
+            )
+        stacked[i, action_mask[i]] = row.reshape(-1).to(stacked)
+    return stacked

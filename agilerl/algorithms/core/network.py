@@ -1,0 +1,190 @@
+"""The ``actor_network`` argument: check it, take a PEFT adapter off it, read off what it is."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import PreTrainedModel
+
+from agilerl.llm.adapters import default_lora_config, scope_lora_config
+from agilerl.llm.checkpoint import adapter_state_dict
+from agilerl.llm.lora_merge import check_same_config, load_adapter
+from agilerl.llm.policy import Policy, SharedBase, load_base
+
+if TYPE_CHECKING:
+    from agilerl.algorithms.core.llm import LLMAlgorithm
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartAdapter:
+    """An adapter trained elsewhere, from which an agent starts."""
+
+    config: LoraConfig
+    tensors: dict[str, torch.Tensor]
+    """By PEFT's names, without the adapter's."""
+    model: PreTrainedModel
+    """The plain model it was on."""
+
+
+# A PEFT model given to several agents is taken apart only once.
+_taken_off: WeakKeyDictionary[PeftModel, StartAdapter] = WeakKeyDictionary()
+
+
+def build_policy(agent: LLMAlgorithm, network: PreTrainedModel | PeftModel | None) -> Policy:
+    """The agent's adapters on ``network``, or on the model that its arguments name.
+
+    Raises:
+        TypeError: The network carries an adapter that is not LoRA.
+        ValueError: An argument does not fit the model.
+    """
+    if network is None:
+        assert agent.model_name is not None
+        network = load_base(agent.model_name, agent.model_config, agent.device)
+        check_network(network)
+    model, start = plain_model(network)
+    check_pad_token(agent.pad_token_id, model)
+    if next(model.parameters()).device != torch.device(agent.device):
+        model.to(agent.device)
+    policy = Policy(
+        SharedBase.of(model),
+        resolve_lora_config(agent.lora_config, start, model, agent.lora_target_scope),
+        separate_reference=agent.use_separate_reference_adapter,
+        seed=agent.seed,
+    )
+    if start is not None:
+        for role in policy.roles:
+            load_adapter(policy, role, start.tensors, start.config)
+    return policy
+
+
+def check_network(network: Any) -> None:
+    """Refuse what is not a causal language model.
+
+    Raises:
+        TypeError: It is no transformers or PEFT model.
+        ValueError: It is an encoder-decoder, or has no language-model head.
+    """
+    if not isinstance(network, PreTrainedModel | PeftModel):
+        hint = " (a name or path goes to model_name)" if isinstance(network, str) else ""
+        raise TypeError(
+            f"actor_network is of type {type(network).__name__}{hint}; it must be a causal "
+            "language model: AutoModelForCausalLM.from_pretrained(...), or a PeftModel of one"
+        )
+    model = network.get_base_model() if isinstance(network, PeftModel) else network
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"actor_network is {name}, an encoder-decoder; it must be a decoder-only model, as "
+            "AutoModelForCausalLM loads it"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"actor_network is {name}, which has no language-model head; it must be a model with "
+            "one, as AutoModelForCausalLM loads it"
+        )
+
+
+def check_pad_token(pad_token_id: int, model: PreTrainedModel) -> None:
+    """Refuse a padding id that the model has no embedding for.
+
+    Raises:
+        ValueError: The id is too large.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    if pad_token_id >= rows:
+        raise ValueError(
+            f"pad_token_id is {pad_token_id}, but the model embeds ids 0 to {rows - 1} only; pass "
+            "tokenizer.eos_token_id, or call model.resize_token_embeddings first"
+        )
+
+
+def plain_model(
+    network: PreTrainedModel | PeftModel,
+) -> tuple[PreTrainedModel, StartAdapter | None]:
+    """The model without PEFT, and the LoRA adapter that it carried.
+
+    The adapter is taken off: the PEFT model becomes the plain one.
+
+    Raises:
+        TypeError: The PEFT model's active adapter is not LoRA.
+        ValueError: It is the model of living agents.
+    """
+    if not isinstance(network, PeftModel):
+        return network, None
+    start = _taken_off.get(network)
+    if start is None:
+        start = _taken_off[network] = _take_off(network)
+    return start.model, start
+
+
+def _take_off(network: PeftModel) -> StartAdapter:
+    if SharedBase.of(network.get_base_model()).peft is not None:
+        raise ValueError(
+            "actor_network carries the adapters of living agents; pass their plain base model "
+            "(agent.policy.base.model) instead, or use agent.clone()"
+        )
+    slot = network.active_adapters[0]
+    config = network.peft_config[slot]
+    if not isinstance(config, LoraConfig):
+        raise TypeError(
+            f"actor_network carries a {type(config).__name__}; it must be a LoRA adapter, or pass "
+            "the plain base model"
+        )
+    tensors = {name: t.clone() for name, t in adapter_state_dict(network, slot).items()}
+    return StartAdapter(config, tensors, network.unload())
+
+
+def resolve_lora_config(
+    given: LoraConfig | None, start: StartAdapter | None, model: PreTrainedModel, scope: str | None
+) -> LoraConfig:
+    """The agent's adapter: as given, else as the one it starts from, else the default.
+
+    Raises:
+        ValueError: The config does not fit the model, the scope or the adapter to start from.
+    """
+    fallback = default_lora_config() if start is None else start.config
+    chosen = given or fallback
+    if scope is not None and isinstance(chosen.target_modules, set):
+        # A clone's targets were confined already, and are wrapped by now.
+        scope = None if all(scope in t.split(".") for t in chosen.target_modules) else scope
+    config = scope_lora_config(chosen, model, scope)
+    if start is not None:
+        check_same_config(config, start.config)
+    if given is not None and given.lora_dropout:
+        logger.warning(
+            "lora_dropout=%s has no effect: all forwards run without dropout, so that the "
+            "importance ratio of fresh rollouts is exactly 1",
+            given.lora_dropout,
+        )
+        config.lora_dropout = 0.0
+    return config
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The ids that end a completion, by the generation config, else by the model's."""
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    eos = model.config.get_text_config().eos_token_id if eos is None else eos
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """The longest row the model's config allows, in tokens.
+
+    Raises:
+        ValueError: The config does not say.
+    """
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if length is None:
+        raise ValueError(
+            "max_model_len is None and the model's config names no context length; it must be set"
+        )
+    return int(length)

@@ -1,0 +1,143 @@
+"""Directories that are replaced as a whole: a kill at any instant leaves the old or the new one.
+
+A directory counts as whole when it holds its ``marker`` file. Beside ``models/run`` there may be
+
+* ``models/.run.<8 hex digits>.tmp``: being written, or left behind by a writer that was killed,
+* ``models/.run.previous``: what ``models/run`` held before the save that is replacing it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path, marker: str) -> Iterator[Path]:
+    """Write a directory under a temporary name; on leaving, sync and rename it.
+
+    Args:
+        path: Where it shall be; an earlier one there is replaced.
+        marker: File that the caller writes into it.
+
+    Yields:
+        The temporary directory.
+
+    Raises:
+        FileExistsError: If ``path`` holds something else, which replacing would destroy.
+    """
+    path = path.expanduser().resolve()
+    _refuse_to_replace(path, marker)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(path, marker)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary.mkdir()
+    # Held until the end, or until the kernel releases it for a process that was killed: that is
+    # how the next writer tells a leftover from work in progress.
+    lock = _lock(temporary)
+    try:
+        yield temporary
+        _sync(temporary)
+        _replace(path, temporary, marker)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def complete_directory(path: Path, marker: str) -> Path:
+    """``path``, or what it held before a save that was killed at the moment of replacing it.
+
+    Raises:
+        FileNotFoundError: If neither holds ``marker``.
+    """
+    path = path.expanduser().resolve()
+    if (path / marker).is_file():
+        return path
+    if (_previous(path) / marker).is_file():
+        logger.warning("%s was being replaced when its writer died; the previous one is used", path)
+        return _previous(path)
+    raise FileNotFoundError(
+        f"{path} holds no checkpoint: there is no {marker} in it; pass the directory that "
+        "save_checkpoint wrote"
+    )
+
+
+def _replace(path: Path, temporary: Path, marker: str) -> None:
+    previous = _previous(path)
+    if (path / marker).is_file():
+        if previous.exists():
+            shutil.rmtree(previous)
+        path.rename(previous)
+    temporary.rename(path)
+    _sync_directory(path.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _refuse_to_replace(path: Path, marker: str) -> None:
+    """Raise unless ``path`` is free, an empty directory, or one that holds ``marker``."""
+    if not path.exists() or (path / marker).is_file():
+        return
+    if not path.is_dir():
+        raise FileExistsError(f"{path} is a file; pass a directory of its own for the checkpoint")
+    if any(path.iterdir()):
+        raise FileExistsError(
+            f"{path} holds files but no checkpoint ({marker}), and saving there would remove them; "
+            f"pass a new directory, for example {path / 'checkpoint'}"
+        )
+
+
+def _remove_leftovers(path: Path, marker: str) -> None:
+    """Delete what killed writers of ``path`` left behind; what a living one holds is locked."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
+    for leftover in [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]:
+        lock = _lock(leftover)
+        if lock is not None:
+            shutil.rmtree(leftover, ignore_errors=True)
+            os.close(lock)
+    if (path / marker).is_file():
+        shutil.rmtree(_previous(path), ignore_errors=True)
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a directory while the returned descriptor is open; None where it is locked or gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
+
+
+def _sync(folder: Path) -> None:
+    """Flush every file and directory below ``folder`` to disk."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        _sync_directory(Path(root))
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Functions that user code calls around training: saving agents, making populations."""
