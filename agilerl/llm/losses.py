@@ -53,7 +53,7 @@ LOSS_TABLE: dict[LossType, LossRow] = {
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Quantities of one micro-batch, ``(B, S)`` if nothing else is said; detached but for ``loss``."""
+    """Quantities of one micro-batch, detached but for ``loss``; ``(B, S)`` where not said."""
 
     loss: torch.Tensor
     """Scalar: the weighted sum, ready for backward."""

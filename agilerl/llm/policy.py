@@ -87,12 +87,15 @@ class SharedBase:
         assert self.peft is not None
         others = [name for name in self.peft.peft_config if name != slot]
         if others:
-            self.peft.set_adapter(others[0])
+            # Only where it must: another policy may be at work with the active one.
+            if slot in self.peft.active_adapters:
+                self.peft.set_adapter(others[0])
+                self._active = None
             self.peft.delete_adapter(slot)
         else:
             self.peft.unload()
             self.peft = None
-        self._active = None
+            self._active = None
 
     def activate(self, slot: str | None, trainable: bool) -> None:
         """Make one adapter the model's only one; None: the bare base."""
@@ -121,8 +124,12 @@ class Policy:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.slots["actor"] = base.add_slot("actor", lora_config)
+            if separate_reference:
+                self.slots["reference"] = base.add_slot("reference", lora_config)
+        # A policy that is dropped without release() must not leave its slots on the user's model.
+        self._drop = weakref.finalize(self, _remove_slots, base, self.slots)
+        self._drop.atexit = False
         if separate_reference:
-            self.slots["reference"] = base.add_slot("reference", lora_config)
             self.copy_role("actor", "reference")
         self.activate("actor")
 
@@ -180,9 +187,7 @@ class Policy:
 
     def release(self) -> None:
         """Delete this policy's slots; the base goes with its last user."""
-        for slot in self.slots.values():
-            self.base.remove_slot(slot)
-        self.slots = {}
+        self._drop()
 
     @contextlib.contextmanager
     def rollout_weights(self) -> Iterator[None]:
@@ -236,6 +241,12 @@ class Policy:
             ):
                 parts.append(self.logprobs(batch.select(rows), config).logp)
         return scatter_actions(torch.cat(parts), batch.action_mask)
+
+
+def _remove_slots(base: SharedBase, slots: dict[str, str]) -> None:
+    for slot in slots.values():
+        base.remove_slot(slot)
+    slots.clear()
 
 
 def scatter_actions(values: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,117 @@
+"""Tiny random models of the families whose forwards must be exact; sliding windows are 6 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+VOCAB = 64
+WINDOW = 6
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LOCAL_THEN_GLOBAL = ["sliding_attention", "full_attention"]
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_moe": ("Qwen3Moe", _EXPERTS),
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _LOCAL_THEN_GLOBAL,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 8,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _LOCAL_THEN_GLOBAL,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 8,
+        },
+    ),
+    "phi3": ("Phi3", {}),
+    "smollm3": ("SmolLM3", {}),
+    "olmo2": ("Olmo2", {}),
+    "granite": ("Granite", {"logits_scaling": 4.0, "embedding_multiplier": 2.0}),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _LOCAL_THEN_GLOBAL,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "gpt2": (
+        "GPT2",
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            # As many positions as the longest row of the tests has: there is none to spare.
+            "n_positions": 15,
+            "initializer_range": 0.2,
+            "bos_token_id": 2,
+            "eos_token_id": 2,
+        },
+    ),
+}
+
+# Linear attention keeps a state, not keys and values: nothing here can be shared.
+UNSHARED_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": (
+        "Qwen3Next",
+        _EXPERTS
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_expert_intermediate_size": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+}
+
+
+def make_family(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A seeded random causal language model of a family."""
+    prefix, extra = (FAMILIES | UNSHARED_FAMILIES)[name]
+    settings = extra if name == "gpt2" else _COMMON | extra
+    suffix = "TextConfig" if name == "gemma3" else "Config"
+    build: Callable[..., PreTrainedModel] = getattr(
+        transformers, "GPT2LMHeadModel" if name == "gpt2" else f"{prefix}ForCausalLM"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build(getattr(transformers, prefix + suffix)(**settings))
+        for parameter in model.parameters():  # biases and norms start as constants
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    if "num_experts_per_tok" in extra:
+        model.set_experts_implementation("eager")  # the grouped kernels have no float64
+    return model.to(dtype).eval()

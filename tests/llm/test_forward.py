@@ -1,0 +1,158 @@
+"""Forwards of real architectures: log-probs as the model's own, prompts shared or not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from model_families import FAMILIES, UNSHARED_FAMILIES, make_family
+from rollout_helpers import PLAIN, gradients, random_batch, random_policy, relative_difference
+from transformers import PreTrainedModel
+
+from agilerl.llm import forward
+from agilerl.llm.batch import Batch, make_batch
+from agilerl.llm.policy import Policy
+from agilerl.testing import tiny_model
+
+TEMPERATURE = PLAIN.temperature
+SHARED = replace(PLAIN, share_prefixes=True)
+
+
+def plain_formula(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Log-probs row by row from the model's own logits, without padding."""
+    found = []
+    for row in range(len(batch)):
+        ids = batch.token_ids[row, : batch.lengths[row]]
+        log_p = (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        chosen = log_p.gather(1, ids[1:, None]).squeeze(1)
+        found.append(chosen[batch.action_mask[row, : len(chosen)]])
+    return torch.cat(found)
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *UNSHARED_FAMILIES])
+def policy(request: pytest.FixtureRequest) -> Iterator[Policy]:
+    made = random_policy(make_family(request.param, torch.float64), separate_reference=False)
+    yield made
+    made.release()
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return random_batch(vocab=60)
+
+
+def weighted(logp: torch.Tensor) -> torch.Tensor:
+    return (logp * torch.linspace(-1, 2, len(logp), dtype=logp.dtype)).sum()
+
+
+def test_log_probs_are_those_of_the_models_own_logits(policy: Policy, batch: Batch) -> None:
+    logp = policy.logprobs(batch, PLAIN).logp
+    expected = plain_formula(policy.model.get_base_model(), batch)
+    torch.testing.assert_close(logp, expected, rtol=1e-6, atol=1e-6)
+    mine, theirs = gradients(policy, weighted(logp)), gradients(policy, weighted(expected))
+    assert relative_difference(mine, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_shared_prefixes_are_exact(policy: Policy, batch: Batch, recompute: bool) -> None:
+    if policy.base.model.config.model_type in UNSHARED_FAMILIES:
+        assert not policy.base.shares_prefixes
+    else:
+        assert policy.base.shares_prefixes
+        assert forward._tokens_saved(batch) > forward.MIN_TOKENS_SAVED
+    plain = policy.logprobs(batch, PLAIN)
+    shared = policy.logprobs(batch, replace(SHARED, recompute_layers=recompute))
+    torch.testing.assert_close(shared.logp, plain.logp, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(shared.entropy, plain.entropy, rtol=1e-6, atol=1e-6)
+    mine, theirs = gradients(policy, weighted(shared.logp)), gradients(policy, weighted(plain.logp))
+    assert relative_difference(mine, theirs) < 1e-6
+
+
+def test_recomputed_layers_change_nothing_in_plain_rows(policy: Policy, batch: Batch) -> None:
+    plain = policy.logprobs(batch, PLAIN)
+    again = policy.logprobs(batch, replace(PLAIN, recompute_layers=True))
+    assert torch.equal(again.logp, plain.logp)
+    mine, theirs = gradients(policy, weighted(again.logp)), gradients(policy, weighted(plain.logp))
+    assert relative_difference(mine, theirs) < 1e-10
+
+
+def test_padding_stays_within_learned_positions() -> None:
+    """A long prompt beside a long completion: their sum is more positions than the model has."""
+    policy = random_policy(make_family("gpt2", torch.float64), separate_reference=False)
+    long_prompt = random_batch((12,), (3, 1, 2, 3, 3, 3))
+    long_completion = random_batch((6,), (9, 8), seed=1)
+    batch = make_batch(
+        [long_prompt.token_ids, long_completion.token_ids],
+        [long_prompt.action_mask, long_completion.action_mask],
+    )
+    assert forward._tokens_saved(batch) > forward.MIN_TOKENS_SAVED
+    shared, plain = policy.logprobs(batch, SHARED), policy.logprobs(batch, PLAIN)
+    torch.testing.assert_close(shared.logp, plain.logp, rtol=1e-6, atol=1e-6)
+
+
+def test_a_prompt_goes_through_the_model_once_with_its_gradient(batch: Batch) -> None:
+    policy = random_policy(tiny_model(), separate_reference=False)
+    assert policy.base.shares_prefixes
+    shapes: list[tuple[int, ...]] = []
+    hook = policy.base.model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: shapes.append(tuple(args[0].shape))
+    )
+    policy.logprobs(batch, SHARED)
+    hook.remove()
+    assert shapes == [(2, 9), (8, 5)]  # two prompts; eight completions without their last token
+
+
+def test_little_to_share_runs_plain_rows() -> None:
+    policy = random_policy(tiny_model(), separate_reference=False)
+    batch = random_batch((2, 3, 4), (9,))
+    shapes: list[tuple[int, ...]] = []
+    hook = policy.base.model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: shapes.append(tuple(args[0].shape))
+    )
+    assert policy.base.shares_prefixes
+    shapes.clear()
+    policy.logprobs(batch, SHARED)
+    hook.remove()
+    assert shapes == [(3, 12)]
+
+
+def test_single_token_completions_need_only_the_prompt() -> None:
+    policy = random_policy(tiny_model().double(), separate_reference=False)
+    batch = random_batch((9, 7), (1, 1, 1))
+    shared, plain = policy.logprobs(batch, SHARED), policy.logprobs(batch, PLAIN)
+    torch.testing.assert_close(shared.logp, plain.logp, rtol=1e-10, atol=1e-10)
+
+
+def test_an_unsupported_model_is_named_in_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_family("qwen3_next")
+    policy = random_policy(model, separate_reference=False)
+    with caplog.at_level(logging.INFO, logger=forward.__name__):
+        assert not policy.base.shares_prefixes
+        assert not policy.base.shares_prefixes
+    lines = [r.getMessage() for r in caplog.records if r.name == forward.__name__]
+    assert len(lines) == 1
+    assert lines[0].startswith("shared prefixes are off for Qwen3NextModel")
+
+
+def test_recomputing_keeps_less_and_puts_every_layer_back(batch: Batch) -> None:
+    policy = random_policy(tiny_model(layers=4), separate_reference=False)
+    layers = policy.base.decoder.layers
+    own = layers[1].__dict__["forward"] = layers[1].forward
+
+    def kept(recompute: bool) -> int:
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            policy.logprobs(batch, replace(PLAIN, recompute_layers=recompute))
+        return sum(sizes.values())
+
+    assert kept(True) < 0.5 * kept(False)
+    assert layers[1].__dict__["forward"] is own
+    assert "forward" not in layers[0].__dict__
