@@ -136,7 +136,7 @@ def recomputed_layers(decoder: nn.Module) -> Iterator[None]:
 
 def _tokens_saved(batch: Batch) -> float:
     """Share of the plain rows' tokens that sharing prompts spares, padding counted."""
-    rows, width = len(batch), int(batch.lengths.max())
+    rows, width = len(batch), int(batch.lengths.max()) - 1
     prompts = int(batch.prompt_index.unique().numel())
     completion = int((batch.lengths - batch.prompt_lengths).max())
     shared = prompts * int(batch.prompt_lengths.max()) + rows * max(completion - 1, 0)

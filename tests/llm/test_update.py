@@ -1,0 +1,425 @@
+"""From rollouts to optimizer steps, on a real model in float64."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from model_families import make_family
+from rollout_helpers import PLAIN, lora, random_batch, random_policy, relative_difference
+
+from agilerl.llm.advantages import Advantages
+from agilerl.llm.batch import Batch, make_batch
+from agilerl.llm.config import ForwardConfig, LossConfig, UpdateConfig
+from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.losses import LOSS_TABLE, policy_loss, reduction_weights
+from agilerl.llm.policy import Policy, scatter_actions
+from agilerl.llm.update import Health, NonFiniteUpdateError, Rollouts, run_update
+from agilerl.testing import tiny_model
+
+FORWARD = replace(PLAIN, share_prefixes=True)
+REDUCTIONS = ("sequence", "token", "constant", "sum")
+MANY = 10_000
+ONE_STEP = UpdateConfig(batch_size=MANY, micro_batch_size=MANY, epochs=1, max_grad_norm=1e9)
+
+
+class RecordingEngine(LocalEngine):
+    """The local engine with plain gradient descent, which keeps the gradient of every step."""
+
+    def __init__(self, policy: Policy, lr: float = 1e-3) -> None:
+        super().__init__(policy.parameters().values(), lr)
+        self.optimizer = torch.optim.SGD(self.parameters, lr=lr)
+        self.names = list(policy.parameters())
+        self.seen: list[dict[str, torch.Tensor]] = []
+        self.backwards = 0
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.backwards += 1
+        super().backward(loss)
+
+    def step(self, max_grad_norm: float) -> float:
+        grads = [p.grad for p in self.parameters]
+        self.seen.append(
+            {
+                name: torch.zeros(1) if gradient is None else gradient.clone()
+                for name, gradient in zip(self.names, grads, strict=True)
+            }
+        )
+        return super().step(max_grad_norm)
+
+
+@dataclass
+class Run:
+    """One call of ``run_update`` with everything that a test may want to change."""
+
+    batch: Batch = field(default_factory=lambda: random_batch(turns=True))
+    values: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    sampling_logp: torch.Tensor | None = None
+    forward: ForwardConfig = FORWARD
+    update: UpdateConfig = ONE_STEP
+    health: Health = field(default_factory=Health)
+    lr: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.values is None:
+            self.values = random_values(self.batch)
+        if self.mask is None:
+            self.mask = self.batch.action_mask
+
+    def __call__(
+        self, policy: Policy, loss: LossConfig
+    ) -> tuple[dict[str, float], RecordingEngine]:
+        assert self.values is not None
+        assert self.mask is not None
+        engine = RecordingEngine(policy, self.lr)
+        values = torch.where(self.mask, self.values, 0.0)
+        rollouts = Rollouts(self.batch, Advantages(values, self.mask, 0), self.sampling_logp)
+        rng = torch.Generator().manual_seed(0)
+        metrics = run_update(
+            policy, engine, rollouts, loss, self.forward, self.update, rng, self.health
+        )
+        return metrics.result(), engine
+
+
+def random_values(batch: Batch, seed: int = 0) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(seed)
+    values = torch.randn(len(batch), 1, generator=rng, dtype=torch.float64)
+    return values.expand(batch.action_mask.shape)
+
+
+def objective(loss_type: str = "grpo", **changes: object) -> LossConfig:
+    row = LOSS_TABLE[loss_type]
+    config = LossConfig(
+        loss_type=loss_type,
+        ratio_level=row.forced_level or "token",
+        clip_band=(0.8, 1.2),
+        reduction=row.default_reduction,
+        max_output_tokens=8,
+    )
+    return replace(config, **changes)
+
+
+def fresh_policy() -> Policy:
+    """GPT-2 computes in float64 throughout; families with RMSNorm have a float32 step inside."""
+    made = random_policy(make_family("gpt2", torch.float64), lora(fan_in_fan_out=True))
+    assert made.base.shares_prefixes
+    return made
+
+
+@pytest.fixture
+def policy() -> Iterator[Policy]:
+    made = fresh_policy()
+    yield made
+    made.release()
+
+
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in policy.parameters().items()}
+
+
+@contextmanager
+def forwards_counted(policy: Policy) -> Iterator[dict[str, int]]:
+    """Rows that go through the model with and without gradients."""
+    counts = {"train": 0, "frozen": 0}
+
+    def count(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        counts["train" if torch.is_grad_enabled() else "frozen"] += 1
+
+    hook = policy.base.model.get_input_embeddings().register_forward_pre_hook(count)
+    yield counts
+    hook.remove()
+
+
+def reordered(run: Run, order: torch.Tensor, padding: int) -> Run:
+    """The same rollouts in another order and with other padding."""
+    batch = run.batch
+    pad = torch.nn.functional.pad
+
+    def place(tensor: torch.Tensor, value: float) -> torch.Tensor:
+        return pad(tensor[order], (0, padding), value=value)
+
+    assert run.values is not None
+    assert batch.turn_ids is not None
+    moved = make_batch(
+        place(batch.token_ids, 7), place(batch.action_mask, False), place(batch.turn_ids, -1)
+    )
+    sampling = None if run.sampling_logp is None else place(run.sampling_logp, 0.0)
+    return replace(
+        run, batch=moved, values=place(run.values, 0.0), mask=None, sampling_logp=sampling
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "reduction"), list(itertools.product(LOSS_TABLE, REDUCTIONS))
+)
+def test_gradient_depends_on_neither_micro_batches_nor_padding_nor_row_order(
+    loss_type: str, reduction: str
+) -> None:
+    """Two epochs, so that ratio, clipping and KL are at work in the second step."""
+    level = "trajectory" if loss_type == "gspo" else "turn"
+    loss = objective(
+        loss_type, reduction=reduction, ratio_level=level, beta=0.1, importance_weight_cap=1.1
+    )
+    batch = random_batch(turns=True)
+    start = fresh_policy()
+    own = start.frozen_logprobs(batch, "actor", FORWARD)
+    noise = 0.3 * torch.randn(own.shape, generator=torch.Generator().manual_seed(1)).double()
+    run = Run(batch, sampling_logp=own + noise, lr=0.02, update=UpdateConfig(MANY, MANY, 2, 1e9))
+    metrics, engine = run(start, loss)
+    assert metrics["ratio_max"] > 1.01
+    assert metrics["mean_kl"] > 0.01
+    assert metrics["importance_weight_capped"] > 0.1
+
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(2))
+    for micro, padding, share in ((1, 0, True), (3, 2, True), (MANY, 4, False)):
+        other = replace(
+            reordered(run, order, padding),
+            update=replace(run.update, micro_batch_size=micro),
+            forward=replace(FORWARD, micro_batch_size=micro, share_prefixes=share),
+        )
+        _, found = other(fresh_policy(), loss)
+        for mine, theirs in zip(found.seen, engine.seen, strict=True):
+            assert relative_difference(mine, theirs) < 1e-10
+
+
+def test_rows_without_advantage_count_in_the_mean_although_they_are_not_run(policy: Policy) -> None:
+    batch = random_batch()
+    values = random_values(batch).clone()
+    values[[1, 2, 5]] = 0.0
+    loss = objective("cispo")
+    with forwards_counted(policy) as counts:
+        _, engine = Run(batch, values, update=UpdateConfig(MANY, 1, 1, 1e9))(policy, loss)
+    assert counts["frozen"] == 0
+    assert engine.backwards == 5
+
+    again = fresh_policy()
+    logp = scatter_actions(again.logprobs(batch, FORWARD).logp, batch.action_mask)
+    mask = batch.action_mask
+    terms = policy_loss(logp, values, mask, reduction_weights(mask, "token"), loss)
+    parameters = again.parameters()
+    grads = torch.autograd.grad(terms.loss, list(parameters.values()))
+    assert relative_difference(engine.seen[0], dict(zip(parameters, grads, strict=True))) < 1e-10
+
+
+def test_filtered_tokens_leave_the_normaliser(policy: Policy) -> None:
+    batch = random_batch()
+    values = random_values(batch).clone()
+    values[3] = 0.0
+    filtered = batch.action_mask & (values != 0)
+    rest = torch.tensor([0, 1, 2, 4, 5, 6, 7])
+    for reduction in REDUCTIONS:
+        loss = objective(reduction=reduction, beta=0.1)
+        _, engine = Run(batch, values, filtered, lr=0.0)(policy, loss)
+        without = Run(batch.select(rest), values[rest], lr=0.0)
+        _, expected = without(policy, loss)
+        assert relative_difference(engine.seen[0], expected.seen[0]) < 1e-10
+
+
+@pytest.mark.parametrize(("micro", "backwards"), [(1, 8), (3, 4), (4, 2), (MANY, 2)])
+def test_one_optimizer_step_per_mini_batch_whatever_the_micro_batch(
+    policy: Policy, micro: int, backwards: int
+) -> None:
+    _, engine = Run(update=UpdateConfig(4, micro, 3, 1e9))(policy, objective("cispo"))
+    assert len(engine.seen) == 3 * 2  # epochs × mini-batches of 4 of the 8 rows
+    assert engine.backwards == 3 * backwards
+
+
+def test_mini_batches_cover_every_row_once_and_keep_prompts_together(policy: Policy) -> None:
+    batch = random_batch((4, 5, 6), (3, 2))
+    values = torch.ones(len(batch), 1, dtype=torch.float64).expand(batch.action_mask.shape)
+    run = Run(batch, values, update=UpdateConfig(2, 2, 1, 1e9), lr=0.0)
+    seen: list[tuple[int, ...]] = []
+    hook = policy.base.model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: seen.append(tuple(args[0].shape)) if torch.is_grad_enabled() else None
+    )
+    run(policy, objective())
+    hook.remove()
+    prompts = [width for rows, width in seen if rows == 1]
+    assert sorted(prompts) == [4, 5, 6]  # one prompt per step, run once
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "epochs", "beta", "frozen"),
+    [
+        (8, 1, 0.0, 0),
+        (MANY, 1, 0.0, 0),
+        (8, 2, 0.0, 1),
+        (4, 1, 0.0, 1),
+        (8, 1, 0.1, 1),
+        (4, 1, 0.1, 2),
+    ],
+)
+def test_frozen_passes_are_run_exactly_where_they_are_needed(
+    policy: Policy, batch_size: int, epochs: int, beta: float, frozen: int
+) -> None:
+    config = replace(FORWARD, share_prefixes=False)
+    with forwards_counted(policy) as counts:
+        metrics, _ = Run(forward=config, update=UpdateConfig(batch_size, MANY, epochs, 1e9))(
+            policy, objective(beta=beta)
+        )
+    assert counts["frozen"] == frozen
+    assert math.isnan(metrics["mean_kl"]) == (beta == 0.0)
+
+
+def test_the_reference_is_its_adapter_or_the_bare_base() -> None:
+    batch = random_batch()
+    for separate in (True, False):
+        policy = random_policy(tiny_model().double(), separate_reference=separate)
+        actor = policy.frozen_logprobs(batch, "actor", FORWARD)
+        reference = policy.frozen_logprobs(batch, "reference" if separate else None, FORWARD)
+        delta = (reference - actor)[batch.action_mask]
+        metrics, _ = Run(batch)(policy, objective(beta=0.1))
+        expected = (delta.exp() - delta - 1).mean().item()
+        assert metrics["mean_kl"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_policy_that_equals_its_reference_has_no_kl_and_no_kl_gradient(policy: Policy) -> None:
+    policy.copy_role("actor", "reference")
+    with_kl, engine = Run(lr=0.0)(policy, objective(beta=0.5))
+    _, without = Run(lr=0.0)(policy, objective())
+    assert with_kl["mean_kl"] == pytest.approx(0.0, abs=1e-12)
+    assert relative_difference(engine.seen[0], without.seen[0]) < 1e-6
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_lora_dropout_does_not_move_the_first_ratio(epochs: int) -> None:
+    policy = random_policy(tiny_model(), lora(lora_dropout=0.5))
+    update = UpdateConfig(MANY, MANY, epochs, 1e9)
+    metrics, _ = Run(update=update, lr=0.0)(policy, objective())
+    assert metrics["ratio_mean"] == 1.0
+    assert metrics["ratio_max"] == 1.0
+    assert metrics["clip_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_loss_that_is_not_finite_skips_its_step_only(
+    policy: Policy, bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = weights(policy)
+    run = Run(update=UpdateConfig(MANY, 3, 1, 1e9), lr=0.1)
+    assert run.values is not None
+    broken = run.values.clone()
+    broken[2] = bad
+    with caplog.at_level(logging.WARNING, logger="agilerl.llm.update"):
+        metrics, engine = replace(run, values=broken)(policy, objective())
+    assert all(torch.equal(value, before[name]) for name, value in weights(policy).items())
+    assert metrics["skipped_steps"] == 1.0
+    assert engine.seen == []
+    assert "rows [2]" in caplog.text
+    assert all(p.grad is None for p in policy.parameters().values())
+
+
+def test_a_gradient_that_is_not_finite_skips_its_step_too(policy: Policy) -> None:
+    before = weights(policy)
+    run = Run(lr=0.1)
+    values = torch.full(run.batch.action_mask.shape, 1e308, dtype=torch.float64)
+    values[4] = 0.0
+    with pytest.raises(NonFiniteUpdateError, match=r"rows \[0, 1, 2, 3, 5, 6, 7\]"):
+        loss = objective("cispo", reduction="token", clip_band=(0.0, 5.0))
+        replace(run, values=values, update=UpdateConfig(MANY, MANY, 3, 1e9))(policy, loss)
+    assert all(torch.equal(value, before[name]) for name, value in weights(policy).items())
+
+
+def test_three_bad_steps_in_a_row_raise_with_rows_and_checkpoint(policy: Policy) -> None:
+    run = Run()
+    assert run.values is not None
+    broken = run.values.clone()
+    broken[[1, 6]] = math.nan
+    health = Health(last_checkpoint="runs/7/best")
+    bad = replace(run, values=broken, health=health)
+    for _ in range(2):
+        metrics, _ = bad(policy, objective())
+        assert metrics["skipped_steps"] == 1.0
+    with pytest.raises(NonFiniteUpdateError, match=r"rows \[1, 6\] .*checkpoint: runs/7/best"):
+        bad(policy, objective())
+    with pytest.raises(NonFiniteUpdateError, match="none was written yet"):
+        replace(bad, health=Health(), update=UpdateConfig(MANY, MANY, 3, 1e9))(policy, objective())
+
+
+def test_a_good_step_in_between_resets_the_count_and_an_empty_one_does_not(policy: Policy) -> None:
+    run = Run()
+    assert run.values is not None
+    broken = run.values.clone()
+    broken[0] = math.nan
+    health = Health()
+    bad = replace(run, values=broken, health=health)
+    good = replace(run, health=health)
+    empty = replace(run, values=torch.zeros_like(broken), health=health)
+    for step, count in ((bad, 1), (bad, 2), (good, 0), (bad, 1), (empty, 1), (bad, 2)):
+        step(policy, objective())
+        assert health.bad_steps == count
+
+
+def test_an_error_in_a_micro_batch_leaves_no_gradient_behind(policy: Policy) -> None:
+    run = Run(random_batch(), update=UpdateConfig(MANY, 2, 1, 1e9))  # no turn ids
+    with pytest.raises(ValueError, match="turn_ids"):
+        run(policy, objective(ratio_level="turn"))
+    assert all(p.grad is None for p in policy.parameters().values())
+
+
+def test_nothing_to_learn_is_no_step(policy: Policy) -> None:
+    before = weights(policy)
+    run = Run()
+    assert run.values is not None
+    metrics, engine = replace(run, values=torch.zeros_like(run.values))(policy, objective())
+    assert engine.seen == []
+    assert metrics["mean_loss"] == 0.0
+    assert metrics["grad_norm"] == 0.0
+    assert all(torch.equal(value, before[name]) for name, value in weights(policy).items())
+
+
+def test_importance_weights_of_a_sampler_that_is_the_trainer_are_one(policy: Policy) -> None:
+    batch = random_batch()
+    own = policy.frozen_logprobs(batch, "actor", FORWARD)
+    config = objective("cispo", importance_weight_cap=2.0)
+    metrics, engine = Run(batch, sampling_logp=own, lr=0.0)(policy, config)
+    assert metrics["importance_weight_mean"] == pytest.approx(1.0, abs=1e-9)
+    assert metrics["importance_weight_max"] == pytest.approx(1.0, abs=1e-9)
+    assert metrics["importance_weight_capped"] == 0.0
+    _, plain = Run(batch, lr=0.0)(policy, config)
+    assert relative_difference(engine.seen[0], plain.seen[0]) < 1e-9
+
+
+def test_importance_weights_are_measured_before_the_cap(policy: Policy) -> None:
+    batch = random_batch((5,), (1, 1, 1, 1))
+    own = policy.frozen_logprobs(batch, "actor", FORWARD)
+    at = batch.action_mask.long().argmax(1)
+    off = torch.tensor([0.0, math.log(4.0), -math.inf, math.log(0.5)], dtype=torch.float64)
+    own[torch.arange(4), at] -= off
+    own[2, at[2]] = -math.inf  # a weight of infinity
+    metrics, _ = Run(batch, sampling_logp=own)(policy, objective(importance_weight_cap=2.0))
+    assert metrics["importance_weight_max"] == pytest.approx(4.0)
+    assert metrics["importance_weight_mean"] == pytest.approx((1.0 + 4.0 + 0.0 + 0.5) / 4)
+    assert metrics["importance_weight_capped"] == 0.25
+    assert metrics["importance_weight_nonfinite"] == 0.25
+
+
+def test_clip_fraction_entropy_and_norm_are_those_of_the_tokens_trained(policy: Policy) -> None:
+    batch = random_batch()
+    entropy = policy.logprobs(batch, FORWARD).entropy
+    rows = torch.arange(8)[:, None].expand(batch.action_mask.shape)[batch.action_mask]
+    values = random_values(batch).clone()
+    values[:4] = 0.0
+    metrics, engine = Run(batch, values)(policy, objective())
+    assert metrics["entropy"] == pytest.approx(entropy[rows >= 4].mean().item(), rel=1e-6)
+    norm = torch.stack([g.norm() for g in engine.seen[0].values()]).norm().item()
+    assert metrics["grad_norm"] == pytest.approx(norm)
+    assert metrics["ratio_mean"] == 1.0
+
+
+def test_the_update_raises_the_probability_of_what_was_rewarded(policy: Policy) -> None:
+    batch = random_batch()
+    values = torch.ones(8, 1, dtype=torch.float64).expand(batch.action_mask.shape).clone()
+    values[1::2] = -1.0
+    before = policy.frozen_logprobs(batch, "actor", FORWARD)
+    for loss_type in LOSS_TABLE:
+        Run(batch, values, lr=0.05)(policy, objective(loss_type))
+    change = (policy.frozen_logprobs(batch, "actor", FORWARD) - before).sum(1)
+    assert change[::2].mean() > 0 > change[1::2].mean()
