@@ -31,10 +31,15 @@ def random_policy(
     policy = Policy(
         SharedBase.of(model), config or lora(), separate_reference=separate_reference, seed=seed
     )
-    dtype = next(model.parameters()).dtype
+    randomise_all(policy, seed=seed, scale=scale)
+    return policy
+
+
+def randomise_all(policy: Policy, *, seed: int = 0, scale: float = 0.1) -> None:
+    """Overwrite every adapter of a policy, always with the same numbers for the same seed."""
+    dtype = next(policy.base.model.parameters()).dtype
     for number, role in enumerate(policy.roles):
         randomise(policy.parameters(role), seed=seed + number, scale=scale, dtype=dtype)
-    return policy
 
 
 def randomise(

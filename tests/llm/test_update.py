@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from model_families import make_family
-from rollout_helpers import PLAIN, lora, random_batch, random_policy, relative_difference
+from rollout_helpers import (
+    PLAIN,
+    lora,
+    random_batch,
+    random_policy,
+    randomise_all,
+    relative_difference,
+)
 
 from agilerl.llm.advantages import Advantages
 from agilerl.llm.batch import Batch, make_batch
@@ -106,18 +113,19 @@ def objective(loss_type: str = "grpo", **changes: object) -> LossConfig:
     return replace(config, **changes)
 
 
-def fresh_policy() -> Policy:
+@pytest.fixture(scope="module")
+def shared_policy() -> Iterator[Policy]:
     """GPT-2 computes in float64 throughout; families with RMSNorm have a float32 step inside."""
     made = random_policy(make_family("gpt2", torch.float64), lora(fan_in_fan_out=True))
     assert made.base.shares_prefixes
-    return made
+    yield made
+    made.release()
 
 
 @pytest.fixture
-def policy() -> Iterator[Policy]:
-    made = fresh_policy()
-    yield made
-    made.release()
+def policy(shared_policy: Policy) -> Policy:
+    randomise_all(shared_policy)
+    return shared_policy
 
 
 def weights(policy: Policy) -> dict[str, torch.Tensor]:
@@ -160,7 +168,7 @@ def reordered(run: Run, order: torch.Tensor, padding: int) -> Run:
     ("loss_type", "reduction"), list(itertools.product(LOSS_TABLE, REDUCTIONS))
 )
 def test_gradient_depends_on_neither_micro_batches_nor_padding_nor_row_order(
-    loss_type: str, reduction: str
+    policy: Policy, loss_type: str, reduction: str
 ) -> None:
     """Two epochs, so that ratio, clipping and KL are at work in the second step."""
     level = "trajectory" if loss_type == "gspo" else "turn"
@@ -168,11 +176,10 @@ def test_gradient_depends_on_neither_micro_batches_nor_padding_nor_row_order(
         loss_type, reduction=reduction, ratio_level=level, beta=0.1, importance_weight_cap=1.1
     )
     batch = random_batch(turns=True)
-    start = fresh_policy()
-    own = start.frozen_logprobs(batch, "actor", FORWARD)
+    own = policy.frozen_logprobs(batch, "actor", FORWARD)
     noise = 0.3 * torch.randn(own.shape, generator=torch.Generator().manual_seed(1)).double()
     run = Run(batch, sampling_logp=own + noise, lr=0.02, update=UpdateConfig(MANY, MANY, 2, 1e9))
-    metrics, engine = run(start, loss)
+    metrics, engine = run(policy, loss)
     assert metrics["ratio_max"] > 1.01
     assert metrics["mean_kl"] > 0.01
     assert metrics["importance_weight_capped"] > 0.1
@@ -184,7 +191,8 @@ def test_gradient_depends_on_neither_micro_batches_nor_padding_nor_row_order(
             update=replace(run.update, micro_batch_size=micro),
             forward=replace(FORWARD, micro_batch_size=micro, share_prefixes=share),
         )
-        _, found = other(fresh_policy(), loss)
+        randomise_all(policy)
+        _, found = other(policy, loss)
         for mine, theirs in zip(found.seen, engine.seen, strict=True):
             assert relative_difference(mine, theirs) < 1e-10
 
@@ -199,11 +207,11 @@ def test_rows_without_advantage_count_in_the_mean_although_they_are_not_run(poli
     assert counts["frozen"] == 0
     assert engine.backwards == 5
 
-    again = fresh_policy()
-    logp = scatter_actions(again.logprobs(batch, FORWARD).logp, batch.action_mask)
+    randomise_all(policy)
+    logp = scatter_actions(policy.logprobs(batch, FORWARD).logp, batch.action_mask)
     mask = batch.action_mask
     terms = policy_loss(logp, values, mask, reduction_weights(mask, "token"), loss)
-    parameters = again.parameters()
+    parameters = policy.parameters()
     grads = torch.autograd.grad(terms.loss, list(parameters.values()))
     assert relative_difference(engine.seen[0], dict(zip(parameters, grads, strict=True))) < 1e-10
 
