@@ -16,7 +16,7 @@ class Completions:
     """``samples_per_prompt`` completions of each prompt, prompt by prompt."""
 
     token_ids: list[torch.Tensor]
-    """One 1-D long tensor per completion, prompt excluded, the sampled end-of-sequence token included."""
+    """One 1-D long tensor per completion: no prompt, the sampled end-of-sequence token included."""
     logps: list[torch.Tensor] | None = None
     """The sampler's log-prob of each token, or None where it reports none."""
 

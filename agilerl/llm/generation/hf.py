@@ -1,9 +1,10 @@
 """Batched generation on the training model itself.
 
-Prompts are sorted by length and completed a chunk at a time. Each distinct prompt is prefilled once and its cache
-expanded over its group; rows that have finished leave the batch; the cache grows in blocks, in place. The uniform numbers
-behind the draws are laid out by row and position before anything runs, so a completion depends neither on the chunk size
-nor on the rows it shares a batch with (beyond rounding).
+Prompts are sorted by length and completed a chunk at a time. Each distinct prompt is prefilled once
+and its cache expanded over its group; rows that have finished leave the batch; the cache grows in
+blocks, in place. The uniform numbers behind the draws are laid out by row and position before
+anything runs, so a completion depends neither on the chunk size nor on the rows it shares a batch
+with (beyond rounding).
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from agilerl.llm.policy import Policy
 DEFAULT_CHUNK_SIZE = 256
 # Tokens by which the cache grows when it is full.
 CACHE_BLOCK = 64
-# Finished rows leave once they are this share of the batch; moving the cache for each one would cost more.
+# Finished rows leave once they are this share of the batch; moving the cache for each one would
+# cost more.
 COMPACT_SHARE = 0.25
 
 
 class _GrowingLayer(DynamicLayer):
-    """Keys and values in a buffer with room to spare: a step writes one column instead of copying the whole cache."""
+    """Keys and values in a buffer with room to spare: a step writes one column."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
@@ -79,22 +81,29 @@ class _Rows:
     limits: torch.Tensor
     """``(N,)`` most tokens this row may generate."""
     alive: torch.Tensor
-    """``(N,)`` bool: not finished yet. A finished row may run along for a few steps; its tokens are dropped."""
+    """``(N,)`` bool: not finished yet. A finished row may run along; its tokens are dropped."""
     seen: torch.Tensor | None
     """``(N, V)`` bool, tokens in prompt or completion; only kept for a repetition penalty."""
 
     def select(self, rows: torch.Tensor) -> _Rows:
-        kept = {name: None if value is None else value[rows] for name, value in vars(self).items()}
-        return _Rows(**kept)
+        return _Rows(
+            ids=self.ids[rows],
+            mask=self.mask[rows],
+            positions=self.positions[rows],
+            limits=self.limits[rows],
+            alive=self.alive[rows],
+            seen=None if self.seen is None else self.seen[rows],
+        )
 
 
 @contextlib.contextmanager
 def _single_query_attention(decoder: nn.Module) -> Iterator[None]:
     """On a CPU, let single queries attend through plain matrix products.
 
-    The fused CPU kernel is made for blocks of queries: for one query per row it takes ten times as long.
+    The fused CPU kernel is made for blocks of queries: for one query per row it takes ten times as
+    long.
     """
-    config = decoder.config
+    config: Any = decoder.config
     before = config._attn_implementation
     if before == "sdpa" and next(decoder.parameters()).device.type == "cpu":
         config._attn_implementation = "eager"
@@ -163,7 +172,10 @@ class _Decode:
         limits: list[int],
         uniforms: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Complete one chunk: row i continues ``prompts[prompt_index[i]]`` by at most ``limits[i]`` tokens."""
+        """Complete one chunk.
+
+        Row i continues ``prompts[prompt_index[i]]`` by at most ``limits[i]`` tokens.
+        """
         rows, cache, logits = self._prefill(prompts, prompt_index, limits)
         uniforms = uniforms.to(self.device)
         output = torch.full(
@@ -191,15 +203,15 @@ class _Decode:
             logits = self._step(rows, cache, token)
         if broken:
             raise RuntimeError(
-                "the model's logits held NaN during generation: its weights are broken (was the learning rate too "
-                "high?) or its dtype overflows"
+                "the model's logits held NaN during generation: its weights are broken (was the "
+                "learning rate too high?) or its dtype overflows"
             )
         return [output[i, :n].cpu() for i, n in enumerate(lengths.tolist())]
 
     def _prefill(
         self, prompts: list[torch.Tensor], prompt_index: list[int], limits: list[int]
     ) -> tuple[_Rows, Cache, torch.Tensor]:
-        """Run each prompt once, left-padded, and expand its cache and first logits over its rows."""
+        """Run each prompt once, left-padded; expand its cache and first logits over its rows."""
         device = self.device
         width = max(len(prompt) for prompt in prompts)
         ids = torch.full((len(prompts), width), self.sampling.pad_token_id, dtype=torch.long)
@@ -264,7 +276,8 @@ def new_token_limit(prompt: torch.Tensor, sampling: SamplingConfig) -> int:
     if room < 1 or len(prompt) == 0:
         raise ValueError(
             f"a prompt of {len(prompt)} tokens leaves no room for output within max_model_len "
-            f"{sampling.max_model_len}: raise max_model_len, or filter prompts (ReasoningGym's max_context_length)"
+            f"{sampling.max_model_len}: raise max_model_len, or filter prompts (ReasoningGym's "
+            "max_context_length)"
         )
     return room if sampling.max_new_tokens is None else min(room, sampling.max_new_tokens)
 
@@ -272,7 +285,7 @@ def new_token_limit(prompt: torch.Tensor, sampling: SamplingConfig) -> int:
 def _chunks(
     rows: list[int], prompts: Sequence[torch.Tensor], sampling: SamplingConfig
 ) -> Iterator[list[int]]:
-    """Row indices, sorted by prompt length, ``chunk_size`` at a time (only equal lengths where nothing may be padded)."""
+    """Row indices by prompt length, ``chunk_size`` at a time; equal lengths if none may be padded."""
     size = sampling.chunk_size or DEFAULT_CHUNK_SIZE
     order = sorted(range(len(rows)), key=lambda i: len(prompts[rows[i]]))
     chunk: list[int] = []

@@ -1,6 +1,7 @@
-"""One token per row from logits: penalties, filters and an inverse-CDF draw from one uniform number per row.
+"""One token per row from logits: penalties, filters, and a draw by inverse CDF.
 
-The filters apply in transformers' order: repetition penalty, least length, temperature, top-k, top-p, min-p.
+The filters apply in transformers' order: repetition penalty, least length, temperature, top-k,
+top-p, min-p.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def next_tokens(
 def penalise(
     logits: torch.Tensor, seen: torch.Tensor | None, generated: int, sampling: SamplingConfig
 ) -> torch.Tensor:
-    """Apply the repetition penalty to ``seen`` ``(N, V)`` tokens and forbid an early end of sequence."""
+    """Penalise ``seen`` ``(N, V)`` tokens and forbid an early end of sequence."""
     if seen is not None:
         penalty = sampling.repetition_penalty
         logits = torch.where(
@@ -55,7 +56,7 @@ def penalise(
 
 
 def _draw_full(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF in two levels, over blocks and then inside one block: no pass over the vocabulary but exp and sum."""
+    """Inverse CDF in two levels, over blocks and then inside one: cheap on a large vocabulary."""
     rows, vocab = logits.shape
     weights = (logits - logits.amax(1, keepdim=True)).exp_()
     if vocab % BLOCK:
@@ -66,13 +67,16 @@ def _draw_full(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     block = torch.searchsorted(block_cdf, point, right=True).clamp(max=block_cdf.shape[1] - 1)
     before = torch.where(block > 0, block_cdf.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1)
-    return block.squeeze(1) * BLOCK + _draw_from_cdf(inside, (point - before).squeeze(1))
+    tokens = block.squeeze(1) * BLOCK + _draw_from_cdf(inside, (point - before).squeeze(1))
+    # Only NaN weights can lead into the padding; the caller reports those.
+    return tokens.clamp(max=vocab - 1)
 
 
 def _draw_from_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative weight exceeds the point; never one of weight 0, whatever the rounding."""
+    """The first index whose cumulative weight exceeds the point; never one of weight 0."""
     cdf = weights.double().cumsum(1)
-    # Rounding may leave a point at or past the total: pull it just inside, so that a real entry is hit.
+    # Rounding may leave a point at or past the total: pull it just inside, so that a real entry is
+    # hit.
     points = torch.minimum(points, cdf[:, -1] * (1 - 1e-12))
     return (
         torch.searchsorted(cdf, points[:, None].clamp(min=0), right=True)
@@ -84,7 +88,7 @@ def _draw_from_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 def _draw_filtered(
     logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig
 ) -> torch.Tensor:
-    values, indices, probs = _candidates(logits, sampling)
+    indices, probs = _candidates(logits, sampling)
     before = probs.cumsum(1) - probs
     keep = before < sampling.top_p
     if sampling.min_p > 0.0:
@@ -97,12 +101,12 @@ def _draw_filtered(
 
 def _candidates(
     logits: torch.Tensor, sampling: SamplingConfig
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The highest logits, sorted, that can hold every token the filters keep: values, indices, probabilities."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and probabilities, sorted, of enough tokens to hold all that the filters keep."""
     vocab = logits.shape[1]
     if sampling.top_k > 0:
         values, indices = logits.topk(min(sampling.top_k, vocab), dim=1)
-        return values, indices, values.softmax(1)
+        return indices, values.softmax(1)
     total = logits.logsumexp(1, keepdim=True)
     count = min(FIRST_CANDIDATES, vocab)
     while True:
@@ -112,5 +116,5 @@ def _candidates(
         if sampling.min_p > 0.0:
             covered |= probs[:, -1] < sampling.min_p * probs[:, 0]
         if count == vocab or bool(covered.all()):
-            return values, indices, probs
+            return indices, probs
         count = min(count * 8, vocab)

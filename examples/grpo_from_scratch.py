@@ -1,0 +1,175 @@
+"""GRPO written out on the functions of ``agilerl.llm``: no agent, no environment, no training loop.
+
+    python examples/grpo_from_scratch.py --steps 60
+
+Read it top to bottom: each block is one arrow of the pipeline
+
+    prompts -> rollout -> rewards -> advantages -> log-probs -> loss -> update
+
+and everything the library adds on top (checkpoints, logging, populations, ...) is left out.
+
+Shapes: B sequences (= P prompts x G completions each) · T tokens of prompt and completion · S = T -
+1 action positions (position s predicts token s + 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from peft import LoraConfig
+
+from agilerl.llm.advantages import compute_advantages
+from agilerl.llm.batch import make_batch
+from agilerl.llm.config import AdvantageConfig, ForwardConfig, LossConfig, SamplingConfig
+from agilerl.llm.generation.hf import HFGenerator
+from agilerl.llm.losses import policy_loss, reduction_weights
+from agilerl.llm.policy import Policy, SharedBase, scatter_actions
+from agilerl.llm.prompts import PromptEncoder
+from agilerl.testing import (
+    SPELL_BACKWARD_CONVERSATION,
+    load_bundled_model,
+    spell_backward_correct,
+    spell_backward_datasets,
+)
+
+PROMPTS = 32
+GROUP = 8
+MINI_BATCH = 128  # sequences per optimizer step
+MICRO_BATCH = 64  # sequences per forward and backward
+
+
+def main() -> None:  # noqa: PLR0915 - one function on purpose, to be read top to bottom
+    """Train for a number of rollouts, printing the reward as it rises."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rng = torch.Generator().manual_seed(args.seed)
+
+    # ---- The model: a frozen base with two LoRA adapters on it, the actor (trained) and the
+    # reference (for the KL).
+    model, tokenizer = load_bundled_model()
+    lora = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
+    policy = Policy(SharedBase.of(model), lora, separate_reference=True, seed=args.seed)
+    optimizer = torch.optim.AdamW(policy.parameters("actor").values(), lr=5e-4, weight_decay=0.0)
+    generator = HFGenerator(policy)
+
+    # ---- The settings, one frozen record per stage.
+    sampling = SamplingConfig(
+        max_new_tokens=10,
+        max_model_len=256,
+        eos_token_ids=(model.generation_config.eos_token_id,),
+        pad_token_id=tokenizer.pad_token_id,
+        temperature=1.0,
+    )
+    advantage = AdvantageConfig(group_size=GROUP)
+    # share_prefixes: the prompt goes through the model once for its eight completions, in training
+    # too.
+    forward = ForwardConfig(temperature=1.0, micro_batch_size=MICRO_BATCH, share_prefixes=True)
+    loss_config = LossConfig(
+        loss_type="grpo",
+        ratio_level="token",
+        clip_band=(0.8, 1.2),
+        reduction="sequence",
+        beta=0.001,
+    )
+
+    train, test = spell_backward_datasets(
+        train_size=PROMPTS * args.steps, test_size=200, seed=args.seed
+    )
+    encoder = PromptEncoder(tokenizer, SPELL_BACKWARD_CONVERSATION)
+    before = evaluate(generator, encoder, tokenizer, test, sampling, rng)
+    print(f"held-out accuracy before: {before:.3f}")
+
+    for step in range(args.steps):
+        started = time.perf_counter()
+
+        # ---- Prompts: questions through the chat template to token ids.
+        rows = train[step * PROMPTS : (step + 1) * PROMPTS]
+        prompts = [prompt["input_ids"][0] for prompt in encoder.encode(rows["question"])]
+
+        # ---- Rollout: every prompt is completed GROUP times at the sampling temperature.
+        completions = generator.generate(prompts, GROUP, sampling, rng).token_ids
+
+        # ---- Rewards: one number per completion, from its text.
+        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+        rewards = torch.tensor(
+            [
+                spell_backward_correct(
+                    text, rows["answer"][i // GROUP], rows["question"][i // GROUP]
+                )
+                for i, text in enumerate(texts)
+            ]
+        )
+
+        # ---- Batch: prompt + completion per row; the action mask is True where a generated token
+        # is predicted.
+        sequences, masks = [], []
+        for i, completion in enumerate(completions):
+            prompt = prompts[i // GROUP]
+            sequences.append(torch.cat([prompt, completion]))
+            masks.append(torch.arange(len(sequences[-1]) - 1) >= len(prompt) - 1)
+        batch = make_batch(sequences, masks)
+
+        # ---- Advantages: each completion relative to the others of its group.
+        advantages = compute_advantages(rewards, batch.action_mask, advantage)
+
+        # ---- Log-probs of the rollout: under the policy that made it (old) and under the
+        # reference.
+        old_logp = policy.frozen_logprobs(batch, "actor", forward)
+        ref_logp = policy.frozen_logprobs(batch, "reference", forward)
+
+        # ---- Update: one optimizer step per mini-batch, its gradient accumulated over
+        # micro-batches.
+        policy.activate("actor")
+        for mini_batch in torch.arange(len(batch)).split(MINI_BATCH):
+            # The weight of every token is fixed by the whole mini-batch, so that the micro-batch
+            # size changes nothing.
+            weights = reduction_weights(advantages.mask[mini_batch], loss_config.reduction)
+            for place in torch.arange(len(mini_batch)).split(MICRO_BATCH):
+                index = mini_batch[place]
+                rows_now = batch.select(index)
+                width = rows_now.action_mask.shape[1]
+                logp = policy.logprobs(rows_now, forward).logp
+                terms = policy_loss(
+                    scatter_actions(logp, rows_now.action_mask),
+                    advantages.values[index, :width],
+                    advantages.mask[index, :width],
+                    weights[place, :width],
+                    loss_config,
+                    old_logp=old_logp[index, :width],
+                    ref_logp=ref_logp[index, :width],
+                )
+                terms.loss.backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters("actor").values(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        seconds = time.perf_counter() - started
+        print(f"step {step + 1:3d}  reward {rewards.mean():.3f}  {seconds:.2f} s")
+
+    after = evaluate(generator, encoder, tokenizer, test, sampling, rng)
+    print(f"held-out accuracy after: {after:.3f}")
+
+
+def evaluate(
+    generator: HFGenerator,
+    encoder: PromptEncoder,
+    tokenizer,
+    test,
+    sampling: SamplingConfig,
+    rng: torch.Generator,
+) -> float:
+    """Share of right greedy answers to the held-out questions."""
+    greedy = SamplingConfig(**{**vars(sampling), "greedy": True})
+    prompts = [prompt["input_ids"][0] for prompt in encoder.encode(test["question"])]
+    completions = generator.generate(prompts, 1, greedy, rng).token_ids
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    rewards = map(spell_backward_correct, texts, test["answer"], test["question"])
+    return sum(rewards) / len(texts)
+
+
+if __name__ == "__main__":
+    main()

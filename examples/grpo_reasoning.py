@@ -1,0 +1,223 @@
+"""Finetune a language model on reasoning-gym tasks with GRPO, GSPO or CISPO; show what it learned.
+
+    python examples/grpo_reasoning.py --algorithm cispo --seed 1
+
+A byte-level model of 0.6 million parameters, warmed up until it spells about four words in ten
+backward, is trained by reinforcement learning on words it is scored on by reasoning-gym, and
+evaluated on held-out words. Written to the output folder: learning curve, checkpoint with the
+adapter as a PEFT directory, metrics and sample completions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from peft import LoraConfig
+
+from agilerl.algorithms import CISPO, GRPO, GSPO
+from agilerl.llm_envs import ReasoningGym
+from agilerl.testing import (
+    SPELL_BACKWARD_CONVERSATION,
+    bundled_model_path,
+    load_bundled_model,
+    spell_backward_correct,
+    spell_backward_datasets,
+)
+from agilerl.training.train_llm import finetune_llm_reasoning
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+PROMPTS_PER_STEP = 32
+ITERATIONS = 300
+
+# Per algorithm: class, and what its paper or this library's docs recommend where that differs from
+# GRPO's defaults. Two optimizer steps per rollout, because with one the ratio is always 1 and the
+# three algorithms are the same.
+RECIPES = {
+    "grpo": (GRPO, {"clip_coef": 0.2}),
+    "gspo": (GSPO, {"clip_coef": (0.8, 1.25)}),
+    "cispo": (CISPO, {"clip_coef": (0.0, 5.0)}),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One held-out question and what the model made of it."""
+
+    question: str
+    completion: str
+    answer: str
+    reward: float
+
+
+def main() -> None:
+    """Train, and print and save what came of it."""
+    args = parse_arguments()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    output = Path(args.output) / f"{args.algorithm}-seed{args.seed}"
+    model, tokenizer = load_bundled_model()
+    train, test = spell_backward_datasets(train_size=16_384, test_size=400, seed=args.seed)
+    env = ReasoningGym(
+        train_dataset=train,
+        test_dataset=test,
+        tokenizer=tokenizer,
+        reward_fn=spell_backward_correct,
+        conversation_template=SPELL_BACKWARD_CONVERSATION,
+        data_batch_size_per_gpu=PROMPTS_PER_STEP,
+        eval_batch_size=400,
+        seed=args.seed,
+    )
+    env.name = "spell_backward"
+    agent_class, settings = RECIPES[args.algorithm]
+    agent = agent_class(
+        actor_network=model,
+        pad_token_id=tokenizer.pad_token_id,
+        pad_token=tokenizer.pad_token,
+        lora_config=LoraConfig(
+            r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
+        batch_size=128,
+        micro_batch_size_per_gpu=128,
+        group_size=8,
+        lr=5e-4,
+        beta=0.0,
+        max_grad_norm=1.0,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        max_output_tokens=10,
+        max_model_len=256,
+        gradient_checkpointing=False,
+        seed=args.seed,
+        **settings,
+    )
+
+    before = answer_test_split(agent, env)
+    started = time.perf_counter()
+    finetune_llm_reasoning(
+        [agent],
+        env=env,
+        max_steps=PROMPTS_PER_STEP * args.iterations,
+        evaluation_interval=20,
+        checkpoint_path=output / "run",
+        max_reward=1.0,
+        verbose=not args.quiet,
+    )
+    minutes = (time.perf_counter() - started) / 60
+    after = answer_test_split(agent, env)
+
+    agent.save_checkpoint(output / "checkpoint")
+    plot_learning_curve(output / "run" / "metrics.csv", output / "learning_curve.png", agent.algo)
+    print_examples(before, after)
+    print(
+        f"\n{agent.algo}, seed {args.seed}: held-out accuracy "
+        f"{accuracy(before):.3f} -> {accuracy(after):.3f} "
+        f"(+{100 * (accuracy(after) - accuracy(before)):.1f} points) on {len(test)} questions, "
+        f"{minutes:.1f} minutes of training"
+    )
+    print(
+        f"learning curve: {output / 'learning_curve.png'}\n"
+        f"adapter:        {output / 'checkpoint' / 'actor'}"
+    )
+    print(
+        "\nUse the adapter with plain transformers and peft:\n\n"
+        + usage_command(output / "checkpoint" / "actor")
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--algorithm", choices=sorted(RECIPES), default="grpo")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--iterations", type=int, default=ITERATIONS, help="rollouts of 32 prompts x 8 completions"
+    )
+    parser.add_argument("--output", default="demo_output")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser.parse_args()
+
+
+def answer_test_split(agent: GRPO, env: ReasoningGym) -> list[Answer]:
+    """Greedy answers to every held-out question."""
+    answers = []
+    with env.eval_mode():
+        prompts = env.reset()
+        while prompts:
+            questions, right = env.questions, env.answers
+            result = agent.get_action(prompts, training=False)
+            prompts, rewards = env.step(result.completion_ids)
+            texts = [group[0] for group in env.last_completions]
+            rows = zip(questions, texts, right, rewards[:, 0].tolist(), strict=True)
+            answers += [Answer(*row) for row in rows]
+    return answers
+
+
+def accuracy(answers: list[Answer]) -> float:
+    """Share of answers with full marks."""
+    return sum(answer.reward == 1.0 for answer in answers) / len(answers)
+
+
+def print_examples(before: list[Answer], after: list[Answer], count: int = 8) -> None:
+    """A table of the first held-out questions, before and after training."""
+    print(f"\n{'held-out question':<58} {'before':<12} {'after':<12} right answer")
+    for old, new in list(zip(before, after, strict=True))[:count]:
+        marks = ["+" if answer.reward == 1.0 else "-" for answer in (old, new)]
+        question = old.question.replace("\n", " ")
+        completions = f"{marks[0]} {old.completion:<10} {marks[1]} {new.completion:<10}"
+        print(f"{question[:57]:<58} {completions} {new.answer}")
+
+
+def plot_learning_curve(metrics: Path, image: Path, label: str) -> None:
+    """Held-out accuracy and training reward over time, from ``metrics.csv``."""
+    with metrics.open() as file:
+        rows = list(csv.DictReader(file))
+    minutes = [float(row["wall_seconds"]) / 60 for row in rows]
+    figure, axes = plt.subplots(figsize=(7, 4))
+    trained = [
+        (m, float(row["reward_mean"]))
+        for m, row in zip(minutes, rows, strict=True)
+        if row["reward_mean"]
+    ]
+    tested = [
+        (m, float(row["eval_accuracy"]))
+        for m, row in zip(minutes, rows, strict=True)
+        if row["eval_accuracy"]
+    ]
+    axes.plot(*zip(*trained, strict=True), alpha=0.4, label="training reward (sampled)")
+    axes.plot(*zip(*tested, strict=True), marker="o", label="held-out accuracy (greedy)")
+    axes.set(xlabel="minutes", ylim=(0, 1), title=f"{label} on spell_backward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(image, dpi=120)
+
+
+def usage_command(adapter: Path) -> str:
+    """A shell command that answers one question with the finetuned model, without this library."""
+    return f"""python - <<'PYTHON'
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+base = "{bundled_model_path()}"
+tokenizer = AutoTokenizer.from_pretrained(base)
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "{adapter}")
+question = [{{"role": "user", "content": "Spell this word backward (example: sun -> nus): lemon"}}]
+inputs = tokenizer.apply_chat_template(
+    question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+output = model.generate(**inputs, max_new_tokens=10, do_sample=False)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+PYTHON"""
+
+
+if __name__ == "__main__":
+    main()

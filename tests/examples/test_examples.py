@@ -1,0 +1,80 @@
+"""The examples run as a user would run them, for a few steps, and stay as short as they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(script: str, *arguments: str, cwd: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"), [("grpo_from_scratch.py", 250), ("grpo_basic.py", 50)]
+)
+def test_length(script: str, lines: int) -> None:
+    assert len((EXAMPLES / script).read_text().splitlines()) <= lines
+
+
+def test_from_scratch(tmp_path: Path) -> None:
+    output = run("grpo_from_scratch.py", "--steps", "2", cwd=tmp_path)
+    assert "held-out accuracy after" in output
+
+
+def test_basic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = (EXAMPLES / "grpo_basic.py").read_text()
+    shorter = tmp_path / "grpo_basic.py"
+    shorter.write_text(re.sub(r"max_steps=[^,]+", "max_steps=64", source))
+    runpy.run_path(str(shorter), run_name="__main__")
+    assert "held-out accuracy" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "basic_checkpoint" / "actor").is_dir()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo"])
+def test_reasoning(algorithm: str, tmp_path: Path) -> None:
+    output = run(
+        "grpo_reasoning.py", "--algorithm", algorithm, "--iterations", "2", "--quiet", cwd=tmp_path
+    )
+    folder = tmp_path / "demo_output" / f"{algorithm}-seed0"
+    assert (folder / "learning_curve.png").stat().st_size > 5_000
+    assert (folder / "run" / "metrics.csv").is_file()
+    assert "held-out accuracy" in output
+
+
+def test_command_for_the_adapter_works_without_this_library(tmp_path: Path) -> None:
+    output = run("grpo_reasoning.py", "--iterations", "1", "--quiet", cwd=tmp_path)
+    command = output[output.index("python - <<") :].replace("python -", f"{sys.executable} -", 1)
+    assert "agilerl.algorithms" not in command
+    result = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.strip()

@@ -1,0 +1,221 @@
+"""Batched generation gives what one-by-one ``generate`` gives, whatever the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_families import FAMILIES, make_family
+from peft import LoraConfig
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from agilerl.llm.config import SamplingConfig
+from agilerl.llm.generation.hf import HFGenerator, _Decode, new_token_limit
+from agilerl.llm.policy import Policy, SharedBase
+from agilerl.testing import tiny_model
+
+VOCAB = 97
+EOS = 1
+
+
+def policy_of(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Policy:
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    policy = Policy(SharedBase.of(model.to(dtype)), lora, separate_reference=True, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in policy.parameters("actor").values():
+        parameter.data = (
+            torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1
+        )
+    return policy
+
+
+def small_vocabulary_model(vocab: int) -> torch.nn.Module:
+    """A random model with so few tokens that each, the end of sequence too, is drawn often."""
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "initializer_range": 0.1,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen2Config(
+        vocab_size=vocab, **shape, **heads, bos_token_id=None, eos_token_id=EOS, pad_token_id=0
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def prompts_of(lengths: list[int], vocab: int = VOCAB) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(2, vocab, (n,), generator=generator) for n in lengths]
+
+
+def sampling_of(**settings: object) -> SamplingConfig:
+    return SamplingConfig(
+        **{
+            "max_new_tokens": 12,
+            "max_model_len": 64,
+            "eos_token_ids": (EOS,),
+            "pad_token_id": 0,
+            **settings,
+        }
+    )
+
+
+def generate(
+    policy: Policy, prompts: list[torch.Tensor], samples: int, **settings: object
+) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(3)
+    return HFGenerator(policy).generate(prompts, samples, sampling_of(**settings), rng).token_ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate_one_by_one(family: str) -> None:
+    model = make_family(family)
+    policy = policy_of(model)
+    prompts = prompts_of([9, 3, 5, 7, 3, 1], vocab=model.config.vocab_size)
+    settings = {"max_new_tokens": 6, "eos_token_ids": (2,)}
+    batched = generate(policy, prompts, 2, greedy=True, chunk_size=5, **settings)
+    for i, prompt in enumerate(prompts):
+        policy.activate("actor")
+        alone = model.generate(
+            prompt[None], do_sample=False, max_new_tokens=6, eos_token_id=2, pad_token_id=0
+        )[0, len(prompt) :]
+        assert torch.equal(batched[2 * i], alone)
+        assert torch.equal(batched[2 * i + 1], alone)
+
+
+def test_samples_do_not_depend_on_chunks_or_company() -> None:
+    policy = policy_of(tiny_model())
+    prompts = prompts_of([9, 3, 5, 14])
+    whole = generate(policy, prompts, 4)
+    for chunk_size in (1, 3, 16):
+        chunked = generate(policy, prompts, 4, chunk_size=chunk_size)
+        assert all(torch.equal(a, b) for a, b in zip(whole, chunked, strict=True))
+    assert len({tuple(row.tolist()) for row in whole[:4]}) > 1
+
+
+def test_the_same_seed_repeats_and_another_does_not() -> None:
+    policy = policy_of(tiny_model())
+    generator, prompts = HFGenerator(policy), prompts_of([5, 5])
+    runs = [
+        generator.generate(prompts, 4, sampling_of(), torch.Generator().manual_seed(seed)).token_ids
+        for seed in (7, 7, 8)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(runs[0], runs[2], strict=True))
+
+
+def test_sampled_frequencies_match_the_model() -> None:
+    model = small_vocabulary_model(12)
+    policy = policy_of(model)
+    (prompt,) = prompts_of([4], vocab=12)
+    rows = generate(policy, [prompt], 4000, max_new_tokens=2, eos_token_ids=(11,), chunk_size=4000)
+    policy.activate("actor")
+    with torch.no_grad():
+        first = model(prompt[None]).logits[0, -1].softmax(-1)
+        after = model(torch.cat([prompt, torch.tensor([3])])[None]).logits[0, -1].softmax(-1)
+    counted = torch.bincount(torch.stack([row[0] for row in rows]), minlength=12) / len(rows)
+    assert (counted - first).abs().max() < 0.03
+    second = torch.stack([row[1] for row in rows if row[0] == 3])
+    assert (torch.bincount(second, minlength=12) / len(second) - after).abs().max() < 0.1
+
+
+def test_rows_end_with_the_end_of_sequence_or_at_their_limit() -> None:
+    policy = policy_of(small_vocabulary_model(8))
+    prompts = prompts_of([4, 30], vocab=8)
+    rows = generate(policy, prompts, 16, max_new_tokens=20, max_model_len=40)
+    for i, row in enumerate(rows):
+        limit = 20 if i < 16 else 10
+        assert 1 <= len(row) <= limit
+        assert (row[:-1] != EOS).all()
+        assert row[-1] == EOS or len(row) == limit
+    assert len({len(row) for row in rows}) > 3
+
+
+def test_finished_rows_leave_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    step = _Decode._step
+
+    def recording(self, rows, cache, token):
+        sizes.append(len(token))
+        return step(self, rows, cache, token)
+
+    monkeypatch.setattr(_Decode, "_step", recording)
+    generate(policy_of(small_vocabulary_model(6)), prompts_of([4], vocab=6), 64, max_new_tokens=20)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0] / 4
+
+
+def test_each_prompt_is_prefilled_once_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    decode = _Decode._decode
+
+    def recording(self, ids, mask, positions, cache):
+        seen.append(tuple(ids.shape))
+        return decode(self, ids, mask, positions, cache)
+
+    monkeypatch.setattr(_Decode, "_decode", recording)
+    generate(policy_of(tiny_model()), prompts_of([9, 9]), 8, max_new_tokens=2, min_new_tokens=2)
+    assert seen == [(2, 9), (16, 1)]
+
+
+def test_cache_grows_past_its_first_block() -> None:
+    model = tiny_model()
+    policy = policy_of(model)
+    (prompt,) = prompts_of([3])
+    (row,) = generate(policy, [prompt], 1, greedy=True, max_new_tokens=150, max_model_len=200)
+    policy.activate("actor")
+    alone = model.generate(
+        prompt[None], do_sample=False, max_new_tokens=150, eos_token_id=EOS, pad_token_id=0
+    )
+    assert torch.equal(row, alone[0, 3:])
+
+
+def test_without_position_ids_only_equal_lengths_share_a_batch() -> None:
+    policy = policy_of(tiny_model())
+    prompts = prompts_of([9, 3, 5, 9])
+    plain = generate(policy, prompts, 2, greedy=True)
+    bucketed = generate(policy, prompts, 2, greedy=True, left_padding=False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, bucketed, strict=True))
+
+
+def test_repetition_penalty_and_least_length_act_in_generation() -> None:
+    model = tiny_model()
+    policy = policy_of(model)
+    (prompt,) = prompts_of([6])
+    settings = {"repetition_penalty": 1.7, "min_new_tokens": 12}
+    (row,) = generate(policy, [prompt], 1, greedy=True, **settings)
+    policy.activate("actor")
+    alone = model.generate(
+        prompt[None],
+        do_sample=False,
+        max_new_tokens=12,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        **settings,
+    )
+    assert torch.equal(row, alone[0, 6:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_base_is_bit_identical_after_many_rollouts(dtype: torch.dtype) -> None:
+    model = tiny_model()
+    policy = policy_of(model, dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for _ in range(20):
+        generate(policy, prompts_of([4]), 2, max_new_tokens=2)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_prompt_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"64 tokens.*max_model_len 64.*max_context_length"):
+        new_token_limit(torch.zeros(64), sampling_of())
+
+
+def test_broken_weights_are_named() -> None:
+    model = tiny_model()
+    policy = policy_of(model)
+    with torch.no_grad():
+        next(iter(policy.parameters("actor").values())).fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="NaN during generation"):
+        generate(policy, prompts_of([4]), 2)

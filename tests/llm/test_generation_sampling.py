@@ -1,0 +1,113 @@
+"""One token from logits: filters agree with transformers', frequencies with the distribution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from agilerl.llm.config import SamplingConfig
+from agilerl.llm.generation.sampling import next_tokens, penalise
+
+
+def config(**settings: object) -> SamplingConfig:
+    return SamplingConfig(
+        **{
+            "max_new_tokens": 4,
+            "max_model_len": 64,
+            "eos_token_ids": (1,),
+            "pad_token_id": 0,
+            **settings,
+        }
+    )
+
+
+def drawn_distribution(
+    logits: torch.Tensor, sampling: SamplingConfig, points: int = 20_000
+) -> torch.Tensor:
+    """The distribution drawn from one row of logits, by uniforms on a regular grid."""
+    uniforms = (torch.arange(points) + 0.5) / points
+    tokens = next_tokens(logits.expand(points, -1).clone(), uniforms, sampling)
+    return torch.bincount(tokens, minlength=logits.numel()).double() / points
+
+
+def reference_distribution(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    return warpers(None, logits[None].clone())[0].double().softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 2.5},
+        {"top_k": 5},
+        {"top_k": 1},
+        {"top_k": 10_000},
+        {"top_p": 0.8},
+        {"top_p": 0.01},
+        {"min_p": 0.1},
+        {"temperature": 0.9, "top_k": 50, "top_p": 0.95},
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.7, "min_p": 0.05},
+    ],
+)
+@pytest.mark.parametrize("vocab", [3, 128, 300, 700])
+def test_draws_follow_the_filtered_distribution(settings: dict[str, float], vocab: int) -> None:
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
+    sampling = config(**settings)
+    drawn, expected = drawn_distribution(logits, sampling), reference_distribution(logits, sampling)
+    assert (drawn - expected).abs().max() < 2e-4
+    assert not drawn[expected == 0].any()
+
+
+def test_flat_distribution_needs_more_candidates_than_the_first_few() -> None:
+    logits = torch.zeros(5000)
+    drawn = drawn_distribution(logits, config(top_p=0.9))
+    assert (drawn > 0).sum() > 3500
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-24])
+def test_the_ends_of_the_unit_interval_never_hit_an_impossible_token(
+    settings: dict[str, float], uniform: float
+) -> None:
+    logits = torch.full((4, 300), -torch.inf)
+    logits[:, 130:133] = torch.tensor([0.0, 1.0, -1.0])
+    tokens = next_tokens(logits, torch.full((4,), uniform), config(**settings))
+    assert ((tokens >= 130) & (tokens < 133)).all()
+
+
+def test_greedy_takes_the_most_likely_whatever_the_filters() -> None:
+    logits = torch.randn(6, 40)
+    best = logits.argmax(-1)
+    assert torch.equal(
+        next_tokens(logits.clone(), torch.rand(6), config(greedy=True, top_k=3)), best
+    )
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    logits, ids = torch.randn(2, 20), torch.tensor([[3, 4, 4], [5, 6, 7]])
+    seen = torch.zeros(2, 20, dtype=torch.bool).scatter(1, ids, True)
+    ours = penalise(logits.clone(), seen, 0, config(repetition_penalty=1.4))
+    torch.testing.assert_close(ours, RepetitionPenaltyLogitsProcessor(1.4)(ids, logits.clone()))
+
+
+def test_no_end_of_sequence_before_the_least_length() -> None:
+    sampling = config(min_new_tokens=2, eos_token_ids=(1, 3))
+    for generated, forbidden in [(0, True), (1, True), (2, False)]:
+        logits = penalise(torch.zeros(1, 5), None, generated, sampling)
+        assert bool(torch.isinf(logits[0, [1, 3]]).all()) is forbidden
