@@ -163,9 +163,10 @@ class _Step:
             turn_ids=batch.turn_ids,
         )
         self.engine.backward(terms.loss)
-        trained = mask[batch.action_mask]
-        cap = self.loss.importance_weight_cap
-        self.metrics.add(terms, logprobs.entropy[trained], mask, self.loss.clip_band, cap)
+        if terms.per_row.isfinite().all():  # a skipped step must not turn every mean into nan
+            trained = mask[batch.action_mask]
+            cap = self.loss.importance_weight_cap
+            self.metrics.add(terms, logprobs.entropy[trained], mask, self.loss.clip_band, cap)
         return terms.per_row
 
 

@@ -335,6 +335,22 @@ def test_a_gradient_that_is_not_finite_skips_its_step_too(policy: Policy) -> Non
     assert all(torch.equal(value, before[name]) for name, value in weights(policy).items())
 
 
+def test_a_skipped_step_leaves_the_metrics_of_the_others_alone() -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    broken = random_policy(model, separate_reference=False)
+    batch = random_batch((9, 5), (3, 3))
+    row = batch.token_ids[2]
+    lonely = next(i for i in row.tolist() if (batch.token_ids[:2] != i).all())
+    model.get_input_embeddings().weight.data[lonely] = math.nan
+    values = random_values(batch).float()
+    run = Run(batch, values, update=UpdateConfig(2, 2, 1, 1e9), lr=0.0)
+    metrics, engine = run(broken, objective())
+    assert metrics["skipped_steps"] == 1.0
+    assert len(engine.seen) == 1
+    names = ("mean_loss", "entropy", "ratio_mean", "ratio_max", "clip_fraction", "grad_norm")
+    assert all(math.isfinite(metrics[name]) for name in names)
+
+
 def test_three_bad_steps_in_a_row_raise_with_rows_and_checkpoint(policy: Policy) -> None:
     run = Run()
     assert run.values is not None
