@@ -34,6 +34,7 @@ class Agent(Protocol):
     fitness: list[float]
     scores: list[float]
     steps: list[int]
+    last_checkpoint: str | None
 
     def get_action(self, obs: Any, training: bool = True) -> ActionResult: ...
 

@@ -72,6 +72,8 @@ class RunDirectory:
             _write_json(partial / "run_state.json", run_state)
             _sync_tree(partial)
             partial.rename(target)
+            for agent in agents:  # what the agent noted is the name before the rename
+                agent.last_checkpoint = str(target / f"agent_{agent.index}")
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -131,6 +131,7 @@ class FakeAgent:
         self.fitness: list[float] = []
         self.scores: list[float] = []
         self.steps: list[int] = [0]
+        self.last_checkpoint: str | None = None
         self.learned: list[dict[str, Any]] = []
         self.trackers: list[int] = []
 

@@ -315,6 +315,15 @@ class LLMAlgorithm(EvolvableAlgorithm):
         self.copy_attributes(self, twin)
         return twin
 
+    @property
+    def last_checkpoint(self) -> str | None:
+        """Where this agent was last saved; named by errors that end a run."""
+        return self.health.last_checkpoint
+
+    @last_checkpoint.setter
+    def last_checkpoint(self, path: str | None) -> None:
+        self.health.last_checkpoint = path
+
     def save_checkpoint(
         self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
     ) -> None:

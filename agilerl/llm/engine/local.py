@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from agilerl.llm.config import CosineLRScheduleConfig
 
@@ -23,7 +23,7 @@ def cosine_schedule(
     def cosine(epoch: int) -> float:
         return 0.5 * (1.0 + math.cos(math.pi * min(epoch / decay, 1.0)))
 
-    schedules = [LambdaLR(optimizer, cosine)]
+    schedules: list[LRScheduler] = [LambdaLR(optimizer, cosine)]
     if warmup:
         schedules.insert(0, LambdaLR(optimizer, lambda epoch: min((epoch + 1) / warmup, 1.0)))
     return SequentialLR(optimizer, schedules, milestones=[warmup] if warmup else [])

@@ -285,7 +285,7 @@ def new_token_limit(prompt: torch.Tensor, sampling: SamplingConfig) -> int:
 def _chunks(
     rows: list[int], prompts: Sequence[torch.Tensor], sampling: SamplingConfig
 ) -> Iterator[list[int]]:
-    """Row indices by prompt length, ``chunk_size`` at a time; equal lengths if none may be padded."""
+    """Row indices by prompt length, ``chunk_size`` at a time; equal lengths only if unpadded."""
     size = sampling.chunk_size or DEFAULT_CHUNK_SIZE
     order = sorted(range(len(rows)), key=lambda i: len(prompts[rows[i]]))
     chunk: list[int] = []
