@@ -9,13 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 from model_families import FAMILIES, UNSHARED_FAMILIES, make_family
-from rollout_helpers import PLAIN, gradients, random_batch, random_policy, relative_difference
+from rollout_helpers import PLAIN, gradients, lora, random_batch, random_policy, relative_difference
 from transformers import PreTrainedModel
 
 from agilerl.llm import forward
 from agilerl.llm.batch import Batch, make_batch
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
+
+# PEFT speaks of patterns it set itself for mixtures of experts.
+pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 
 TEMPERATURE = PLAIN.temperature
 SHARED = replace(PLAIN, share_prefixes=True)
@@ -34,7 +37,9 @@ def plain_formula(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *UNSHARED_FAMILIES])
 def policy(request: pytest.FixtureRequest) -> Iterator[Policy]:
-    made = random_policy(make_family(request.param, torch.float64), separate_reference=False)
+    config = lora(fan_in_fan_out=request.param == "gpt2")
+    model = make_family(request.param, torch.float64)
+    made = random_policy(model, config, separate_reference=False)
     yield made
     made.release()
 
@@ -81,7 +86,8 @@ def test_recomputed_layers_change_nothing_in_plain_rows(policy: Policy, batch: B
 
 def test_padding_stays_within_learned_positions() -> None:
     """A long prompt beside a long completion: their sum is more positions than the model has."""
-    policy = random_policy(make_family("gpt2", torch.float64), separate_reference=False)
+    model = make_family("gpt2", torch.float64)
+    policy = random_policy(model, lora(fan_in_fan_out=True), separate_reference=False)
     long_prompt = random_batch((12,), (3, 1, 2, 3, 3, 3))
     long_completion = random_batch((6,), (9, 8), seed=1)
     batch = make_batch(
