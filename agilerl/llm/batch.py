@@ -115,19 +115,7 @@ def make_batch(
         raise ValueError(
             "action_masks are False everywhere: there is no generated token to learn from"
         )
-    turns = None
-    if turn_ids is not None:
-        turns = stack_rows(turn_ids, -1).long()
-        if tuple(turns.shape) != expected:
-            raise ValueError(
-                f"turn_ids have shape {tuple(turns.shape)}, expected {expected} like action_masks"
-            )
-        if (turns[action_mask] < 0).any():
-            raise ValueError(
-                "turn_ids are negative at action positions; every generated token needs its turn's "
-                "index"
-            )
-
+    turns = None if turn_ids is None else _stack_turns(turn_ids, action_mask)
     positions = torch.arange(action_mask.shape[1], device=action_mask.device)
     last = torch.where(action_mask, positions, -1).amax(1)
     first = torch.where(action_mask, positions, action_mask.shape[1]).amin(1)
@@ -142,6 +130,24 @@ def make_batch(
         _index_prompts(token_ids, prompt_lengths),
         turns,
     )
+
+
+def _stack_turns(
+    turn_ids: Sequence[torch.Tensor] | torch.Tensor, action_mask: torch.Tensor
+) -> torch.Tensor:
+    """``(B, S)`` long, -1 where no action."""
+    turns = stack_rows(turn_ids, -1).long()
+    if turns.shape != action_mask.shape:
+        raise ValueError(
+            f"turn_ids have shape {tuple(turns.shape)}, expected {tuple(action_mask.shape)} like "
+            "action_masks"
+        )
+    if (turns[action_mask] < 0).any():
+        raise ValueError(
+            "turn_ids are negative at action positions; every generated token needs its turn's "
+            "index"
+        )
+    return turns
 
 
 def _index_prompts(token_ids: torch.Tensor, prompt_lengths: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ CISPO https://arxiv.org/abs/2506.13585, k3 http://joschu.net/blog/kl-approx.html
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -184,9 +183,7 @@ def policy_loss(  # noqa: PLR0913 - the optional inputs are keyword-only
     if ref_logp is not None:
         kl = torch.where(mask, k3(logp, torch.where(mask, ref_logp, 0.0)), 0.0)
     if config.kl_shaping and kl is not None:
-        shape = kl.detach()
-        row_mean = shape.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-        advantages = torch.where(mask, advantages + config.beta * (row_mean - shape), 0.0)
+        advantages = advantages + config.beta * _kl_shape(kl.detach(), mask)
 
     ratio = pooled_log_ratio(logp - old, mask, config.ratio_level, turn_ids).exp()
     terms = row.objective(logp, ratio, advantages, config.clip_band)
@@ -194,9 +191,7 @@ def policy_loss(  # noqa: PLR0913 - the optional inputs are keyword-only
     importance_weight = None
     if sampling_logp is not None:
         importance_weight = torch.where(mask, (old.detach() - sampling_logp).exp(), 0.0)
-        finite = torch.where(importance_weight.isfinite(), importance_weight, 0.0)
-        cap = math.inf if config.importance_weight_cap is None else config.importance_weight_cap
-        terms = terms * finite.clamp(max=cap)
+        terms = terms * _capped(importance_weight, config.importance_weight_cap)
     if kl is not None and not config.kl_shaping:
         terms = terms + config.beta * kl
 
@@ -204,6 +199,17 @@ def policy_loss(  # noqa: PLR0913 - the optional inputs are keyword-only
     return LossTerms(
         per_row.sum(), per_row.detach(), ratio.detach(), _detached(kl), importance_weight
     )
+
+
+def _capped(importance_weight: torch.Tensor, cap: float | None) -> torch.Tensor:
+    finite = torch.where(importance_weight.isfinite(), importance_weight, 0.0)
+    return finite if cap is None else finite.clamp(max=cap)
+
+
+def _kl_shape(kl: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``mean_row(kl) - kl`` per token, 0 outside ``mask``."""
+    row_mean = kl.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(mask, row_mean - kl, 0.0)
 
 
 def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
