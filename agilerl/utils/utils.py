@@ -73,7 +73,7 @@ def create_population(
     unknown = sorted(given.keys() - allowed)
     if unknown:
         raise ValueError(
-            f"{cls.__name__} takes no {', '.join(map(repr, unknown))}; init_hp and keyword arguments "
+            f"{cls.__name__} takes no {', '.join(map(repr, unknown))}; init_hp and arguments "
             f"must be among {', '.join(sorted(allowed))}"
         )
     return cls.population(population_size, hp_config=hp_config, **given)

@@ -56,10 +56,10 @@ class Number:
         if not isinstance(value, kind) or isinstance(value, bool):
             also = " or None" if self.optional else ""
             raise TypeError(f"{name} is {value!r}; it must be {word}{also}")
-        number = float(value)
+        number: Any = value  # Real itself cannot be compared, as far as types go
         inside = self.low < number if self.open_low else self.low <= number
         # Infinity is no limit that anything could be computed with.
-        if not (inside and number <= self.high and math.isfinite(number)):
+        if not (inside and number <= self.high and (self.integer or math.isfinite(number))):
             end = "" if math.isinf(self.high) else f" and at most {self.high:g}"
             least = "above" if self.open_low else "at least"
             raise ValueError(f"{name} is {value}; it must be {least} {self.low:g}{end}")
