@@ -3,133 +3,35 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from model_families import make_family
 from rollout_helpers import (
-    PLAIN,
     lora,
     random_batch,
     random_policy,
     randomise_all,
     relative_difference,
 )
+from update_helpers import (
+    FORWARD,
+    MANY,
+    Run,
+    objective,
+    random_values,
+)
 
-from agilerl.llm.advantages import Advantages
-from agilerl.llm.batch import Batch, make_batch
-from agilerl.llm.config import ForwardConfig, LossConfig, UpdateConfig
-from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.batch import make_batch
+from agilerl.llm.config import UpdateConfig
 from agilerl.llm.losses import LOSS_TABLE, policy_loss, reduction_weights
 from agilerl.llm.policy import Policy, scatter_actions
-from agilerl.llm.update import Health, NonFiniteUpdateError, Rollouts, run_update
 from agilerl.testing import tiny_model
 
-FORWARD = replace(PLAIN, share_prefixes=True)
 REDUCTIONS = ("sequence", "token", "constant", "sum")
-MANY = 10_000
-ONE_STEP = UpdateConfig(batch_size=MANY, micro_batch_size=MANY, epochs=1, max_grad_norm=1e9)
-
-
-class RecordingEngine(LocalEngine):
-    """The local engine with plain gradient descent, which keeps the gradient of every step."""
-
-    def __init__(self, policy: Policy, lr: float = 1e-3) -> None:
-        super().__init__(policy.parameters().values(), lr)
-        self.optimizer = torch.optim.SGD(self.parameters, lr=lr)
-        self.names = list(policy.parameters())
-        self.seen: list[dict[str, torch.Tensor]] = []
-        self.backwards = 0
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.backwards += 1
-        super().backward(loss)
-
-    def step(self, max_grad_norm: float) -> float:
-        grads = [p.grad for p in self.parameters]
-        self.seen.append(
-            {
-                name: torch.zeros(1) if gradient is None else gradient.clone()
-                for name, gradient in zip(self.names, grads, strict=True)
-            }
-        )
-        return super().step(max_grad_norm)
-
-
-@dataclass
-class Run:
-    """One call of ``run_update`` with everything that a test may want to change."""
-
-    batch: Batch = field(default_factory=lambda: random_batch(turns=True))
-    values: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    sampling_logp: torch.Tensor | None = None
-    forward: ForwardConfig = FORWARD
-    update: UpdateConfig = ONE_STEP
-    health: Health = field(default_factory=Health)
-    lr: float = 1e-3
-
-    def __post_init__(self) -> None:
-        if self.values is None:
-            self.values = random_values(self.batch)
-        if self.mask is None:
-            self.mask = self.batch.action_mask
-
-    def __call__(
-        self, policy: Policy, loss: LossConfig
-    ) -> tuple[dict[str, float], RecordingEngine]:
-        assert self.values is not None
-        assert self.mask is not None
-        engine = RecordingEngine(policy, self.lr)
-        values = torch.where(self.mask, self.values, 0.0)
-        rollouts = Rollouts(self.batch, Advantages(values, self.mask, 0), self.sampling_logp)
-        rng = torch.Generator().manual_seed(0)
-        metrics = run_update(
-            policy, engine, rollouts, loss, self.forward, self.update, rng, self.health
-        )
-        return metrics.result(), engine
-
-
-def random_values(batch: Batch, seed: int = 0) -> torch.Tensor:
-    rng = torch.Generator().manual_seed(seed)
-    values = torch.randn(len(batch), 1, generator=rng, dtype=torch.float64)
-    return values.expand(batch.action_mask.shape)
-
-
-def objective(loss_type: str = "grpo", **changes: object) -> LossConfig:
-    row = LOSS_TABLE[loss_type]
-    config = LossConfig(
-        loss_type=loss_type,
-        ratio_level=row.forced_level or "token",
-        clip_band=(0.8, 1.2),
-        reduction=row.default_reduction,
-        max_output_tokens=8,
-    )
-    return replace(config, **changes)
-
-
-@pytest.fixture(scope="module")
-def shared_policy() -> Iterator[Policy]:
-    """GPT-2 computes in float64 throughout; families with RMSNorm have a float32 step inside."""
-    made = random_policy(make_family("gpt2", torch.float64), lora(fan_in_fan_out=True))
-    assert made.base.shares_prefixes
-    yield made
-    made.release()
-
-
-@pytest.fixture
-def policy(shared_policy: Policy) -> Policy:
-    randomise_all(shared_policy)
-    return shared_policy
-
-
-def weights(policy: Policy) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in policy.parameters().items()}
 
 
 @contextmanager
@@ -304,99 +206,6 @@ def test_lora_dropout_does_not_move_the_first_ratio(epochs: int) -> None:
     assert metrics["ratio_mean"] == 1.0
     assert metrics["ratio_max"] == 1.0
     assert metrics["clip_fraction"] == 0.0
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_loss_that_is_not_finite_skips_its_step_only(
-    policy: Policy, bad: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    before = weights(policy)
-    run = Run(update=UpdateConfig(MANY, 3, 1, 1e9), lr=0.1)
-    assert run.values is not None
-    broken = run.values.clone()
-    broken[2] = bad
-    with caplog.at_level(logging.WARNING, logger="agilerl.llm.update"):
-        metrics, engine = replace(run, values=broken)(policy, objective())
-    assert all(torch.equal(value, before[name]) for name, value in weights(policy).items())
-    assert metrics["skipped_steps"] == 1.0
-    assert engine.seen == []
-    assert "rows [2]" in caplog.text
-    assert all(p.grad is None for p in policy.parameters().values())
-
-
-def test_a_gradient_that_is_not_finite_skips_its_step_too(policy: Policy) -> None:
-    before = weights(policy)
-    run = Run(lr=0.1)
-    values = torch.full(run.batch.action_mask.shape, 1e308, dtype=torch.float64)
-    values[4] = 0.0
-    with pytest.raises(NonFiniteUpdateError, match=r"rows \[0, 1, 2, 3, 5, 6, 7\]"):
-        loss = objective("cispo", reduction="token", clip_band=(0.0, 5.0))
-        replace(run, values=values, update=UpdateConfig(MANY, MANY, 3, 1e9))(policy, loss)
-    assert all(torch.equal(value, before[name]) for name, value in weights(policy).items())
-
-
-def test_a_skipped_step_leaves_the_metrics_of_the_others_alone() -> None:
-    model = tiny_model(tie_word_embeddings=False)
-    broken = random_policy(model, separate_reference=False)
-    batch = random_batch((9, 5), (3, 3))
-    row = batch.token_ids[2]
-    lonely = next(i for i in row.tolist() if (batch.token_ids[:2] != i).all())
-    model.get_input_embeddings().weight.data[lonely] = math.nan
-    values = random_values(batch).float()
-    run = Run(batch, values, update=UpdateConfig(2, 2, 1, 1e9), lr=0.0)
-    metrics, engine = run(broken, objective())
-    assert metrics["skipped_steps"] == 1.0
-    assert len(engine.seen) == 1
-    names = ("mean_loss", "entropy", "ratio_mean", "ratio_max", "clip_fraction", "grad_norm")
-    assert all(math.isfinite(metrics[name]) for name in names)
-
-
-def test_three_bad_steps_in_a_row_raise_with_rows_and_checkpoint(policy: Policy) -> None:
-    run = Run()
-    assert run.values is not None
-    broken = run.values.clone()
-    broken[[1, 6]] = math.nan
-    health = Health(last_checkpoint="runs/7/best")
-    bad = replace(run, values=broken, health=health)
-    for _ in range(2):
-        metrics, _ = bad(policy, objective())
-        assert metrics["skipped_steps"] == 1.0
-    with pytest.raises(NonFiniteUpdateError, match=r"rows \[1, 6\] .*checkpoint: runs/7/best"):
-        bad(policy, objective())
-    with pytest.raises(NonFiniteUpdateError, match="none was written yet"):
-        replace(bad, health=Health(), update=UpdateConfig(MANY, MANY, 3, 1e9))(policy, objective())
-
-
-def test_a_good_step_in_between_resets_the_count_and_an_empty_one_does_not(policy: Policy) -> None:
-    run = Run()
-    assert run.values is not None
-    broken = run.values.clone()
-    broken[0] = math.nan
-    health = Health()
-    bad = replace(run, values=broken, health=health)
-    good = replace(run, health=health)
-    empty = replace(run, values=torch.zeros_like(broken), health=health)
-    for step, count in ((bad, 1), (bad, 2), (good, 0), (bad, 1), (empty, 1), (bad, 2)):
-        step(policy, objective())
-        assert health.bad_steps == count
-
-
-def test_an_error_in_a_micro_batch_leaves_no_gradient_behind(policy: Policy) -> None:
-    run = Run(random_batch(), update=UpdateConfig(MANY, 2, 1, 1e9))  # no turn ids
-    with pytest.raises(ValueError, match="turn_ids"):
-        run(policy, objective(ratio_level="turn"))
-    assert all(p.grad is None for p in policy.parameters().values())
-
-
-def test_nothing_to_learn_is_no_step(policy: Policy) -> None:
-    before = weights(policy)
-    run = Run()
-    assert run.values is not None
-    metrics, engine = replace(run, values=torch.zeros_like(run.values))(policy, objective())
-    assert engine.seen == []
-    assert metrics["mean_loss"] == 0.0
-    assert metrics["grad_norm"] == 0.0
-    assert all(torch.equal(value, before[name]) for name, value in weights(policy).items())
 
 
 def test_importance_weights_of_a_sampler_that_is_the_trainer_are_one(policy: Policy) -> None:

@@ -1,0 +1,31 @@
+"""A policy in float64, made once and overwritten with the same numbers for every test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from model_families import make_family
+from rollout_helpers import (
+    lora,
+    random_policy,
+    randomise_all,
+)
+
+from agilerl.llm.policy import Policy
+
+
+@pytest.fixture(scope="module")
+def shared_policy() -> Iterator[Policy]:
+    """GPT-2 computes in float64 throughout; families with RMSNorm have a float32 step inside."""
+    made = random_policy(make_family("gpt2", torch.float64), lora(fan_in_fan_out=True))
+    assert made.base.shares_prefixes
+    yield made
+    made.release()
+
+
+@pytest.fixture
+def policy(shared_policy: Policy) -> Policy:
+    randomise_all(shared_policy)
+    return shared_policy

@@ -1,0 +1,104 @@
+"""One call of ``run_update`` with everything that a test may want to change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from rollout_helpers import (
+    PLAIN,
+    random_batch,
+)
+
+from agilerl.llm.advantages import Advantages
+from agilerl.llm.batch import Batch
+from agilerl.llm.config import ForwardConfig, LossConfig, UpdateConfig
+from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.losses import LOSS_TABLE
+from agilerl.llm.policy import Policy
+from agilerl.llm.update import Health, Rollouts, run_update
+
+FORWARD = replace(PLAIN, share_prefixes=True)
+MANY = 10_000
+ONE_STEP = UpdateConfig(batch_size=MANY, micro_batch_size=MANY, epochs=1, max_grad_norm=1e9)
+
+
+class RecordingEngine(LocalEngine):
+    """The local engine with plain gradient descent, which keeps the gradient of every step."""
+
+    def __init__(self, policy: Policy, lr: float = 1e-3) -> None:
+        super().__init__(policy.parameters().values(), lr)
+        self.optimizer = torch.optim.SGD(self.parameters, lr=lr)
+        self.names = list(policy.parameters())
+        self.seen: list[dict[str, torch.Tensor]] = []
+        self.backwards = 0
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.backwards += 1
+        super().backward(loss)
+
+    def step(self, max_grad_norm: float) -> float:
+        grads = [p.grad for p in self.parameters]
+        self.seen.append(
+            {
+                name: torch.zeros(1) if gradient is None else gradient.clone()
+                for name, gradient in zip(self.names, grads, strict=True)
+            }
+        )
+        return super().step(max_grad_norm)
+
+
+@dataclass
+class Run:
+    """One call of ``run_update`` with everything that a test may want to change."""
+
+    batch: Batch = field(default_factory=lambda: random_batch(turns=True))
+    values: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    sampling_logp: torch.Tensor | None = None
+    forward: ForwardConfig = FORWARD
+    update: UpdateConfig = ONE_STEP
+    health: Health = field(default_factory=Health)
+    lr: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.values is None:
+            self.values = random_values(self.batch)
+        if self.mask is None:
+            self.mask = self.batch.action_mask
+
+    def __call__(
+        self, policy: Policy, loss: LossConfig
+    ) -> tuple[dict[str, float], RecordingEngine]:
+        assert self.values is not None
+        assert self.mask is not None
+        engine = RecordingEngine(policy, self.lr)
+        values = torch.where(self.mask, self.values, 0.0)
+        rollouts = Rollouts(self.batch, Advantages(values, self.mask, 0), self.sampling_logp)
+        rng = torch.Generator().manual_seed(0)
+        metrics = run_update(
+            policy, engine, rollouts, loss, self.forward, self.update, rng, self.health
+        )
+        return metrics.result(), engine
+
+
+def random_values(batch: Batch, seed: int = 0) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(seed)
+    values = torch.randn(len(batch), 1, generator=rng, dtype=torch.float64)
+    return values.expand(batch.action_mask.shape)
+
+
+def objective(loss_type: str = "grpo", **changes: object) -> LossConfig:
+    row = LOSS_TABLE[loss_type]
+    config = LossConfig(
+        loss_type=loss_type,
+        ratio_level=row.forced_level or "token",
+        clip_band=(0.8, 1.2),
+        reduction=row.default_reduction,
+        max_output_tokens=8,
+    )
+    return replace(config, **changes)
+
+
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in policy.parameters().items()}
