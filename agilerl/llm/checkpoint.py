@@ -97,10 +97,10 @@ def load_attributes(path: Path) -> dict[str, Any]:
     file = complete_directory(path, ATTRIBUTES_FILE) / ATTRIBUTES_FILE
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # not quoted: torch's message advises to load without this safety
         raise ValueError(
-            f"{file} cannot be loaded safely: it is truncated, damaged, or holds pickled code "
-            f"({error}); use another checkpoint"
+            f"{file} cannot be loaded safely: it is truncated, damaged, or holds pickled code; use "
+            "another checkpoint"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__

@@ -33,7 +33,8 @@ CELLS = list(itertools.product([True, False], [True, False]))
 def trained_agent(cls: type[GRPO] = GRPO, **changes: Any) -> GRPO:
     schedule = CosineLRScheduleConfig(20, warmup_proportion=0.25)
     agent = make_agent(cls, **({"cosine_lr_schedule_config": schedule} | changes))
-    randomise(randomise(agent), "reference", seed=2)
+    for seed, role in enumerate(agent.policy.roles):
+        randomise(agent, role, seed)
     train(agent)
     return agent
 
@@ -238,16 +239,20 @@ def test_merging_says_what_starts_afresh_and_which_value_wins(
 def test_a_full_checkpoint_of_another_base_overwrites_the_base(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    agent = trained_agent(model=small_model(seed=5))
+    agent = trained_agent(model=small_model(seed=5), lora_config=lora())
     agent.save_checkpoint(tmp_path / "run", lora_only=False)
-    other = make_agent()
+    other = make_agent(lora_config=lora())
     other.load_checkpoint(tmp_path / "run")
     assert "overwritten from the checkpoint" in caplog.text
     assert torch.equal(greedy(other), greedy(agent))
     with pytest.raises(ValueError, match="another one than the agent's"):
-        make_agent(model=small_model(layers=1)).load_checkpoint(tmp_path / "run")
+        make_agent(model=small_model(layers=1), lora_config=lora()).load_checkpoint(
+            tmp_path / "run"
+        )
     with pytest.raises(ValueError, match="another one than the agent's"):
-        make_agent(model=small_model(hidden_size=64)).load_checkpoint(tmp_path / "run")
+        make_agent(model=small_model(hidden_size=64), lora_config=lora()).load_checkpoint(
+            tmp_path / "run"
+        )
 
 
 def test_saving_again_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
