@@ -1,0 +1,29 @@
+"""Small real things for tests, docs and dry runs: a tokenizer, models and a task, no network.
+
+* :func:`byte_tokenizer` and :func:`tiny_model`: one id per byte, and a Qwen2 with random weights.
+* :func:`load_bundled_model`: the warmed-up model that ships with this package; it can learn.
+* :func:`spell_backward_datasets` and the two reward functions: the task it was warmed up on.
+"""
+
+from __future__ import annotations
+
+from agilerl.testing.bundled import bundled_model_path, load_bundled_model
+from agilerl.testing.tasks import (
+    SPELL_BACKWARD_CONVERSATION,
+    spell_backward_correct,
+    spell_backward_datasets,
+    spell_backward_reward,
+)
+from agilerl.testing.tiny import tiny_model
+from agilerl.testing.tokenizer import byte_tokenizer
+
+__all__ = [
+    "SPELL_BACKWARD_CONVERSATION",
+    "bundled_model_path",
+    "byte_tokenizer",
+    "load_bundled_model",
+    "spell_backward_correct",
+    "spell_backward_datasets",
+    "spell_backward_reward",
+    "tiny_model",
+]
