@@ -206,11 +206,9 @@ def test_output_lengths() -> None:
     assert {len(row) for row in completions(max_output_tokens=3)} == {3}
     assert {len(row) for row in completions(max_output_tokens=None, max_model_len=9)} == {4}
     model = small_model()
-    model.generation_config.eos_token_id = list(range(260))
-    for least, expected in ((None, 1), (1, 1), (4, 4)):
-        rows = completions(model=model, min_output_tokens=least, max_output_tokens=6)
-        # No token may end it before, so nothing can be drawn from: the model has other tokens.
-        assert {len(row) for row in rows} == {expected} or least == 4
+    model.generation_config.eos_token_id = list(range(250))
+    assert min(len(row) for row in completions(model=model)) < 4
+    assert {len(row) for row in completions(model=model, min_output_tokens=4)} <= {4, 5, 6}
 
 
 def test_repetition_penalty_avoids_what_was_seen() -> None:
