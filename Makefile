@@ -9,6 +9,8 @@ ARGS ?=
 TORCH_INDEX ?=
 # Nothing here loads from a model hub; HF_HUB_OFFLINE=0 on the command line lifts the ban.
 export HF_HUB_OFFLINE ?= 1
+# Threads that wait sleep: where anything else runs on the machine, spinning ones make a step many times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt

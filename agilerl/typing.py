@@ -41,8 +41,8 @@ class ActionResult:
     completion_ids: list[torch.Tensor]
     """One ``(G, T)`` long tensor per prompt: prompt then completion, right-padded."""
     action_masks: list[torch.Tensor]
-    """One ``(G, T - 1)`` bool tensor per prompt: True where position ``s`` predicts a generated token,
-    the sampled end-of-sequence token included."""
+    """One ``(G, T - 1)`` bool tensor per prompt: True where position ``s`` predicts a generated
+    token, the sampled end-of-sequence token included."""
     sampling_logps: list[torch.Tensor | None] | None = None
     """Log-probs the sampler reported, one 1-D tensor per row (generated tokens only), or None."""
 
@@ -56,8 +56,9 @@ class ActionResult:
         return (self.completion_ids, self.action_masks)[index]
 
 
-ExperiencesType: TypeAlias = "tuple[Sequence[torch.Tensor] | torch.Tensor, Sequence[torch.Tensor] | torch.Tensor, Any]"
-"""``(completion_ids, action_masks, rewards)``; rewards ``(P, G)``, ``(B,)`` or, per turn, ``(B, U)``."""
+TensorRows: TypeAlias = "Sequence[torch.Tensor] | torch.Tensor"
+ExperiencesType: TypeAlias = tuple[TensorRows, TensorRows, Any]
+"""``(completion_ids, action_masks, rewards)``; rewards ``(P, G)``, ``(B,)`` or ``(B, U)``."""
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 DEFAULT_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 
@@ -41,13 +42,11 @@ def scope_lora_config(config: LoraConfig, model: nn.Module, scope: str | None) -
         )
     if scope is None:
         return config
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     wanted = config.target_modules
     names = [
         name
-        for name, module in model.named_modules()
+        for name in _linear_layers(model)
         if scope in name.split(".")[:-1]
-        and (isinstance(module, nn.Linear) and module is not head)
         and (wanted is None or wanted == "all-linear" or _matches(name, wanted))
     ]
     if not names:
@@ -56,6 +55,24 @@ def scope_lora_config(config: LoraConfig, model: nn.Module, scope: str | None) -
         )
     config.target_modules = set(names)
     return config
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Paths of the linear layers but the head, the same whether or not agents have wrapped them."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    found: list[str] = []
+    wrapped: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if name.startswith(wrapped):
+            continue  # inside a LoRA layer: its base, or another agent's factors
+        if isinstance(module, LoraLayer):
+            wrapped = (*wrapped, f"{name}.")
+            layer = module.get_base_layer()
+        else:
+            layer = module
+        if isinstance(layer, nn.Linear | Conv1D) and module is not head:
+            found.append(name)
+    return found
 
 
 def _matches(name: str, wanted: str | list[str] | set[str]) -> bool:

@@ -5,11 +5,15 @@ Source: GRPO, https://arxiv.org/abs/2402.03300, eq. 3 and section 4.1.
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 
 import torch
 
 from agilerl.llm.config import AdvantageConfig, AdvNorm
+
+logger = logging.getLogger(__name__)
 
 STD_EPS = 1e-8
 # Returns closer than this, relative to the largest, count as equal: float32 rounding parts them.
@@ -97,11 +101,11 @@ def compute_advantages(
         rewards: ``(B,)`` returns, or ``(B, U)`` per turn, summed at trajectory granularity.
         action_mask: ``(B, S)`` bool.
         config: Normalisation, granularity, filter, whitening and clipping, applied in that order.
-        turn_ids: ``(B, S)`` turn index per action, -1 elsewhere; needed for rewards per turn at
-            turn granularity.
+        turn_ids: ``(B, S)`` turn index per action, -1 elsewhere. Turn granularity needs these and
+            rewards per turn; without, it falls back to the trajectory, which the log says once.
 
     Raises:
-        ValueError: If the batch does not consist of whole groups, or turns are not known.
+        ValueError: If the batch does not consist of whole groups, or a turn has no reward.
     """
     if rewards.shape[0] % config.group_size:
         raise ValueError(
@@ -109,7 +113,10 @@ def compute_advantages(
             "pass every completion of each prompt, contiguously"
         )
     returns = rewards if rewards.dim() == 1 else rewards.sum(-1)
-    if config.granularity == "turn" and rewards.dim() == 2:
+    per_turn = config.granularity == "turn"
+    if per_turn and (turn_ids is None or rewards.dim() == 1):
+        _warn_no_turns()
+    if per_turn and turn_ids is not None and rewards.dim() == 2:
         values = _scatter_turns(rewards, action_mask, turn_ids, config)
     else:
         values = group_relative(returns, config.group_size, config.norm)[:, None].expand(
@@ -148,6 +155,14 @@ def _group_relative(
     return advantages.reshape(-1).to(dtype)
 
 
+@functools.lru_cache(maxsize=1)
+def _warn_no_turns() -> None:
+    logger.warning(
+        'advantage_granularity is "turn", but learn() got no turn_ids or no rewards per turn: '
+        "advantages are per trajectory"
+    )
+
+
 def _equal(spread: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
     return spread <= EQUAL_RTOL * magnitude
 
@@ -155,15 +170,10 @@ def _equal(spread: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
 def _scatter_turns(
     rewards: torch.Tensor,
     action_mask: torch.Tensor,
-    turn_ids: torch.Tensor | None,
+    turn_ids: torch.Tensor,
     config: AdvantageConfig,
 ) -> torch.Tensor:
     """Per-turn advantages ``(B, U)`` spread over the tokens of their turns, ``(B, S)``."""
-    if turn_ids is None:
-        raise ValueError(
-            f"rewards of shape {tuple(rewards.shape)} are per turn and advantage_granularity is "
-            '"turn": pass turn_ids to learn()'
-        )
     turns = torch.where(action_mask, turn_ids, -1)
     if int(turns.max()) >= rewards.shape[1]:
         raise ValueError(

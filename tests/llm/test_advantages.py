@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agilerl.llm import advantages
 from agilerl.llm.advantages import compute_advantages, group_relative, group_relative_per_turn
 from agilerl.llm.config import AdvantageConfig
 
@@ -166,10 +167,20 @@ def test_incomplete_groups_are_refused() -> None:
         compute_advantages(torch.zeros(6), actions(*[1] * 6), AdvantageConfig(4))
 
 
-def test_turn_rewards_need_the_turns() -> None:
+def test_turn_granularity_without_turns_falls_back_to_the_trajectory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    turn, trajectory = AdvantageConfig(2, granularity="turn"), AdvantageConfig(2)
+    rewards, mask = torch.tensor([[1.0, 0.0], [0.0, 3.0]]), actions(2, 2)
+    advantages._warn_no_turns.cache_clear()
+    for _ in range(2):
+        made = compute_advantages(rewards, mask, turn)
+    assert torch.equal(made.values, compute_advantages(rewards.sum(1), mask, trajectory).values)
+    assert caplog.text.count("advantages are per trajectory") == 1
+
+
+def test_every_turn_needs_its_reward() -> None:
     config = AdvantageConfig(2, granularity="turn")
     rewards, mask = torch.zeros(2, 2), actions(2, 2)
-    with pytest.raises(ValueError, match="turn_ids"):
-        compute_advantages(rewards, mask, config)
     with pytest.raises(ValueError, match="turn_ids go up to 2"):
         compute_advantages(rewards, mask, config, torch.tensor([[0, 2], [0, 1]]))

@@ -15,13 +15,21 @@ class Engine(Protocol):
         ...
 
     def step(self, max_grad_norm: float) -> float:
-        """Clip, step, clear. Returns the norm before clipping; a non-finite one means that nothing was stepped."""
+        """Clip, step, clear.
+
+        Returns:
+            The norm before clipping; if it is not finite, nothing was stepped.
+        """
         ...
 
     def discard(self) -> None:
         """Clear accumulated gradients without a step."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer and schedule."""
+        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        ...

@@ -16,7 +16,7 @@ from agilerl.llm.config import CosineLRScheduleConfig
 def cosine_schedule(
     optimizer: torch.optim.Optimizer, config: CosineLRScheduleConfig
 ) -> SequentialLR:
-    """Linear warm-up from 1/n of the learning rate, then a cosine to zero; stepped once per ``learn``."""
+    """Linear warm-up from 1/n of the learning rate, then a cosine to zero, per ``learn``."""
     warmup = int(config.num_epochs * config.warmup_proportion)
     decay = max(config.num_epochs - warmup, 1)
 
@@ -32,7 +32,7 @@ def cosine_schedule(
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, lr: float, scheduler: SequentialLR | None = None
 ) -> None:
-    """Set the learning rate at once; under a schedule, its peak, at the place the schedule has reached."""
+    """Set the learning rate at once; under a schedule its peak, the position kept."""
     for group in optimizer.param_groups:
         peak = group.get("initial_lr", group["lr"])
         group["lr"] = lr if scheduler is None or peak == 0 else lr * group["lr"] / peak
@@ -64,9 +64,11 @@ class LocalEngine:
             self.lr = lr
 
     def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate gradients."""
         loss.backward()
 
     def step(self, max_grad_norm: float) -> float:
+        """Clip, step if all gradients are finite, clear; returns the norm before clipping."""
         norm = float(nn.utils.clip_grad_norm_(self.parameters, max_grad_norm))
         if math.isfinite(norm):
             self.optimizer.step()
@@ -74,6 +76,7 @@ class LocalEngine:
         return norm
 
     def discard(self) -> None:
+        """Clear accumulated gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def advance_schedule(self) -> None:
@@ -82,6 +85,7 @@ class LocalEngine:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
+        """Moments and schedule position."""
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
 
