@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agilerl.algorithms.core.arguments import check_arguments
+from agilerl.algorithms.core.arguments import check_arguments, stacklevel_of_caller
 from agilerl.algorithms.core.experience import shape_rewards, stack_sampling_logps
 from agilerl.algorithms.core.llm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
@@ -217,7 +217,7 @@ class GRPO(LLMAlgorithm):
             warnings.warn(
                 "action_granularity is deprecated; use advantage_granularity",
                 DeprecationWarning,
-                stacklevel=2,
+                stacklevel=stacklevel_of_caller(),
             )
             arguments |= {"advantage_granularity": action_granularity, "action_granularity": None}
         super().__init__(arguments)

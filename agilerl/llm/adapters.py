@@ -1,4 +1,4 @@
-"""LoRA adapters as sets of tensors: find, copy, snapshot, fold into a copy of the weights."""
+"""LoRA adapters as sets of tensors: find, copy, fold into a copy of the weights."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from transformers.pytorch_utils import Conv1D
 DEFAULT_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 
 
+# Others, such as "pissa", take the adapter's first value out of the base's weights.
+BASE_PRESERVING_INITS = (True, False, "gaussian", "orthogonal")
+
+
 def default_lora_config() -> LoraConfig:
     """The adapter used when none is given: rank 16 on every linear layer but the head."""
     return LoraConfig(task_type="CAUSAL_LM", **DEFAULT_LORA)
@@ -33,13 +37,10 @@ def scope_lora_config(config: LoraConfig, model: nn.Module, scope: str | None) -
         scope: A part of a module path, such as ``"language_model"``; None: no restriction.
 
     Raises:
-        ValueError: If the config trains base weights, or no target lies in the scope.
+        ValueError: If the config changes base weights, or no target lies in the scope.
     """
     config = copy.deepcopy(config)
-    if config.bias != "none":
-        raise ValueError(
-            f'lora_config.bias is {config.bias!r}; the base is shared and frozen, use bias="none"'
-        )
+    _check_base_stays(config)
     if scope is None:
         return config
     wanted = config.target_modules
@@ -55,6 +56,21 @@ def scope_lora_config(config: LoraConfig, model: nn.Module, scope: str | None) -
         )
     config.target_modules = set(names)
     return config
+
+
+def _check_base_stays(config: LoraConfig) -> None:
+    """Raise ValueError for options that train or rewrite weights of the base, which is shared."""
+    if config.bias != "none":
+        raise ValueError(
+            f'lora_config.bias is {config.bias!r}; the base is shared and frozen, use bias="none"'
+        )
+    if config.init_lora_weights not in BASE_PRESERVING_INITS:
+        raise ValueError(
+            f"lora_config.init_lora_weights is {config.init_lora_weights!r}, which may rewrite the "
+            f"base's weights, and these are shared; use one of {BASE_PRESERVING_INITS}"
+        )
+    if config.layer_replication is not None:
+        raise ValueError("lora_config.layer_replication changes the shared base; leave it unset")
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
@@ -123,11 +139,6 @@ def copy_adapter(source: dict[str, nn.Parameter], target: dict[str, nn.Parameter
                 f"{tuple(parameter.shape)}"
             )
         parameter.copy_(source[name])
-
-
-def snapshot(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Detached copies on the CPU, for checkpoints."""
-    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -121,9 +121,7 @@ def recomputed_layers(decoder: nn.Module) -> Iterator[None]:
     # A forward set on the instance (an offloading hook, say) must be there again afterwards.
     own = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
-        layer.__dict__["forward"] = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )
+        layer.__dict__["forward"] = _recomputing(layer)
     try:
         yield
     finally:
@@ -132,6 +130,19 @@ def recomputed_layers(decoder: nn.Module) -> Iterator[None]:
                 del layer.__dict__["forward"]
             else:
                 layer.__dict__["forward"] = forward
+
+
+def _recomputing(layer: nn.Module) -> Callable[..., Any]:
+    """The layer's forward under ``checkpoint``; always the same object for the same forward.
+
+    A compiled model guards on it: a new one per call would be compiled per call.
+    """
+    forward = layer.forward
+    kept = layer.__dict__.get("_agilerl_recomputing")
+    if kept is None or kept.args[0] != forward:
+        kept = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        layer.__dict__["_agilerl_recomputing"] = kept
+    return kept
 
 
 def _tokens_saved(batch: Batch) -> float:

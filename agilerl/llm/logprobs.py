@@ -67,6 +67,7 @@ def token_logprobs(
     temperature: float = 1.0,
     fp32: bool = True,
     tile_rows: int | None = None,
+    entropy: bool = True,
 ) -> TokenLogProbs:
     """Log-probs of ``targets`` under ``softmax(logits(hidden) / temperature)``.
 
@@ -78,11 +79,13 @@ def token_logprobs(
         fp32: Reduce over the vocabulary in float32 (float64 hidden states stay float64); otherwise
             in the dtype of the logits.
         tile_rows: Rows per tile; None picks one that fits ``TILE_BYTES``.
+        entropy: Also compute entropies; zeros otherwise.
     """
     rows = tile_rows or _auto_tile_rows(hidden, head.vocab_size)
     if head.weight is not None:
-        logp, entropy = _FrozenHeadLogProbs.apply(hidden, targets, head, temperature, fp32, rows)
-        return TokenLogProbs(logp, entropy)
+        return TokenLogProbs(
+            *_FrozenHeadLogProbs.apply(hidden, targets, head, temperature, fp32, rows, entropy)
+        )
     tiles = [
         _trained_head_tile(
             hidden[start : start + rows], targets[start : start + rows], head, temperature, fp32
@@ -132,17 +135,19 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
         temperature: float,
         fp32: bool,
         rows: int,
+        want_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = _reduction_dtype(hidden, fp32)
         logp = hidden.new_empty(hidden.shape[0], dtype=dtype)
-        entropy = torch.empty_like(logp)
+        entropy = torch.zeros_like(logp)
         need_grad = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if need_grad else None
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
             tile_gradient = gradient[part] if gradient is not None else None
-            logp[part], entropy[part] = _walk_tile(
-                hidden[part], targets[part], head, temperature, dtype, tile_gradient
+            tile_entropy = entropy[part] if want_entropy else None
+            logp[part] = _walk_tile(
+                hidden[part], targets[part], head, temperature, dtype, tile_entropy, tile_gradient
             )
         ctx.mark_non_differentiable(entropy)
         if gradient is not None:
@@ -152,7 +157,7 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logp: torch.Tensor, _grad_entropy: torch.Tensor) -> tuple[Any, ...]:
         (gradient,) = ctx.saved_tensors
-        return (grad_logp[:, None] * gradient).to(gradient.dtype), None, None, None, None, None
+        return (grad_logp[:, None] * gradient).to(gradient.dtype), *[None] * 6
 
 
 def _walk_tile(
@@ -161,9 +166,13 @@ def _walk_tile(
     head: LogitHead,
     temperature: float,
     dtype: torch.dtype,
+    entropy_out: torch.Tensor | None,
     gradient_out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One tile. Works in place on a single ``(rows, V)`` buffer wherever the dtype allows."""
+) -> torch.Tensor:
+    """Log-probs of one tile; entropies and gradients go where they are wanted.
+
+    At most two ``(rows, V)`` buffers are alive, one without entropies; a soft cap keeps one more.
+    """
     assert head.weight is not None
     z = nn.functional.linear(hidden, head.weight, head.bias).to(dtype)
     if head.scale != 1.0:
@@ -177,15 +186,17 @@ def _walk_tile(
 
     z.sub_(z.amax(1, keepdim=True))
     target_z = z.gather(1, targets[:, None]).squeeze(1)
-    p = z.exp()
+    p = z.exp_() if entropy_out is None else z.exp()
     total = p.sum(1)
     log_total = total.log()
-    p.div_(total[:, None])
-    # H = log(sum exp z) - sum p z; a batched dot product needs no temporary tile.
-    entropy = log_total - torch.bmm(p[:, None, :], z[:, :, None]).view(-1)
+    if entropy_out is not None or gradient_out is not None:
+        p.div_(total[:, None])
+    if entropy_out is not None:
+        # H = log(sum exp z) - sum p z; a batched dot product needs no temporary tile.
+        entropy_out.copy_(log_total - torch.bmm(p[:, None, :], z[:, :, None]).view(-1))
     if gradient_out is not None:
         gradient_out.copy_(_hidden_gradient(p, targets, head, slope).mul_(head.scale / temperature))
-    return target_z - log_total, entropy
+    return target_z - log_total
 
 
 def _hidden_gradient(

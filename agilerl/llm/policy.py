@@ -43,6 +43,9 @@ class SharedBase:
         self.peft: PeftModel | None = None
         self._active: tuple[str | None, bool] | None = None
         self._shares_prefixes: bool | None = None
+        self._folded: str | None = None
+        self._removed_meanwhile: list[str] = []
+        check_head(model)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> SharedBase:
@@ -84,6 +87,10 @@ class SharedBase:
 
     def remove_slot(self, slot: str) -> None:
         """Delete an adapter; with the last one the user's model is plain again."""
+        if self._folded is not None:
+            # Folded layers are out of the tree now, and would keep the adapter's tensors.
+            self._removed_meanwhile.append(slot)
+            return
         assert self.peft is not None
         others = [name for name in self.peft.peft_config if name != slot]
         if others:
@@ -101,6 +108,10 @@ class SharedBase:
         """Make one adapter the model's only one; None: the bare base."""
         if self._active == (slot, trainable):
             return
+        if self._folded not in (None, slot):
+            raise RuntimeError(
+                "another adapter is rolling out on this base; use one agent of a base at a time"
+            )
         assert self.peft is not None
         if slot is None:
             self.peft.base_model.disable_adapter_layers()
@@ -108,6 +119,22 @@ class SharedBase:
             self.peft.base_model.enable_adapter_layers()
             self.peft.set_adapter(slot, inference_mode=not trainable)
         self._active = (slot, trainable)
+
+    @contextlib.contextmanager
+    def folded(self, slot: str) -> Iterator[None]:
+        """Within it the active adapter is folded into copies of the weights; may be nested."""
+        if self._folded is not None:
+            yield
+            return
+        assert self.peft is not None
+        with adapters.folded_adapter(self.peft, slot):
+            self._folded = slot
+            try:
+                yield
+            finally:
+                self._folded = None
+        while self._removed_meanwhile:
+            self.remove_slot(self._removed_meanwhile.pop())
 
 
 class Policy:
@@ -119,6 +146,7 @@ class Policy:
         self.base = base
         self.lora_config = lora_config
         self.slots: dict[str, str] = {}
+        self.role = "actor"
         self._decoder: nn.Module | None = None
         # The same seed gives the same first adapter, whatever ran before.
         with torch.random.fork_rng(devices=[]):
@@ -165,9 +193,14 @@ class Policy:
         """Make a role's adapter the active one; only the actor's parameters require gradients."""
         self.base.activate(self.slot(role), trainable=role != "reference")
 
+    def use(self, role: str) -> None:
+        """Act with this role from now on; the first is the actor."""
+        self.activate(role)
+        self.role = role
+
     @contextlib.contextmanager
     def active(self, role: str | None) -> Iterator[None]:
-        """Within it ``role`` is active (None: the bare base); afterwards the actor is."""
+        """Within it ``role`` is active (None: the bare base), afterwards the one in use."""
         if role is None:
             self.base.activate(None, trainable=False)
         else:
@@ -175,7 +208,7 @@ class Policy:
         try:
             yield
         finally:
-            self.activate("actor")
+            self.activate(self.role)
 
     def parameters(self, role: str = "actor") -> dict[str, nn.Parameter]:
         """A role's parameters by name, the slot's name left out, in a fixed order."""
@@ -191,9 +224,9 @@ class Policy:
 
     @contextlib.contextmanager
     def rollout_weights(self) -> Iterator[None]:
-        """Within it the actor is folded into copies of the weights, where that is exact."""
-        self.activate("actor")
-        with adapters.folded_adapter(self.model, self.slot("actor")):
+        """Within it the role in use is folded into copies of the weights, where that is exact."""
+        self.activate(self.role)
+        with self.base.folded(self.slot(self.role)):
             yield
 
     def compile(self, mode: str | None) -> None:
@@ -207,10 +240,12 @@ class Policy:
         """The head as it stands now."""
         return find_head(self.base.model)
 
-    def logprobs(self, batch: Batch, config: ForwardConfig) -> TokenLogProbs:
+    def logprobs(
+        self, batch: Batch, config: ForwardConfig, *, entropy: bool = True
+    ) -> TokenLogProbs:
         """Log-probs of a batch's actions under the active adapter.
 
-        Flat ``(N,)``, in the order of ``batch.targets``.
+        Flat ``(N,)``, in the order of ``batch.targets``; entropies too unless not asked for.
         """
         # A compiled forward keeps to plain rows: one shape-generic graph, not one per kind of call.
         share = self._decoder is None and config.use_position_ids and self.base.shares_prefixes
@@ -223,24 +258,39 @@ class Policy:
             temperature=config.temperature,
             fp32=config.fp32_logits,
             tile_rows=config.tile_rows,
+            entropy=entropy,
         )
 
     @torch.no_grad()
     def frozen_logprobs(
-        self, batch: Batch, role: str | None, config: ForwardConfig
+        self,
+        batch: Batch,
+        role: str | None,
+        config: ForwardConfig,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Log-probs ``(B, S)`` of a whole batch under a role, without gradients.
+        """Log-probs ``(B, S)`` of a batch under a role, without gradients.
 
-        Computed ``config.micro_batch_size`` rows at a time; 0 outside the action mask. The role
-        None is the bare base.
+        Args:
+            batch: The batch.
+            role: Whose; None: the bare base's.
+            config: How; ``micro_batch_size`` rows at a time.
+            rows: Long index of the rows wanted; None: all.
+
+        Returns:
+            0 outside the action mask, and in rows that are not wanted.
         """
-        parts = []
+        if rows is None:
+            rows = torch.arange(len(batch), device=batch.token_ids.device)
+        result = torch.zeros(batch.action_mask.shape, device=batch.token_ids.device)
         with self.active(role):
-            for rows in torch.arange(len(batch), device=batch.token_ids.device).split(
-                config.micro_batch_size
-            ):
-                parts.append(self.logprobs(batch.select(rows), config).logp)
-        return scatter_actions(torch.cat(parts), batch.action_mask)
+            for part in rows.split(config.micro_batch_size):
+                chosen = batch.select(part)
+                logp = self.logprobs(chosen, config, entropy=False).logp
+                result = result.to(logp.dtype)
+                scattered = scatter_actions(logp, chosen.action_mask)
+                result[part, : scattered.shape[1]] = scattered
+        return result
 
 
 def _remove_slots(base: SharedBase, slots: dict[str, str]) -> None:
@@ -276,6 +326,28 @@ def find_head(model: PreTrainedModel) -> LogitHead:
         softcap=getattr(config, "final_logit_softcapping", None),
         vocab_size=config.vocab_size,
     )
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Compare, on a few tokens, the head as :func:`find_head` read it with the model's own logits.
+
+    Raises:
+        ValueError: If they differ: the model makes its logits in a way unknown here.
+    """
+    ids = torch.arange(1, 5, device=next(model.parameters()).device)[None]
+    ids = ids % model.config.get_text_config().vocab_size
+    expected = model(input_ids=ids, use_cache=False).logits[0]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    made = find_head(model).logits(hidden)
+    tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 5e-2
+    if made.shape != expected.shape or (made - expected).abs().max() > tolerance * max(
+        float(expected.abs().max()), 1e-6
+    ):
+        raise ValueError(
+            f"{type(model).__name__} makes logits from hidden states in a way that is not "
+            "supported: output embedding, logit scale and soft cap do not give model(...).logits"
+        )
 
 
 def load_base(

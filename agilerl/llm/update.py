@@ -75,22 +75,35 @@ def run_update(
     if loss.beta != 0.0:
         ref_role = "reference" if "reference" in policy.slots else None
         ref_logp = policy.frozen_logprobs(batch, ref_role, forward)
-    # With a single optimizer step the log-probs of the batch are the current ones.
-    if update.epochs * math.ceil(len(batch) / update.batch_size) > 1:
-        old_logp = policy.frozen_logprobs(batch, "actor", forward)
+    mini_batches = [
+        rows for _ in range(update.epochs) for rows in _mini_batches(batch, update.batch_size, rng)
+    ]
+    active = _active_rows(rollouts, has_kl=ref_logp is not None)
+    # At the first step the log-probs of the rollout are the current ones.
+    later = torch.cat(mini_batches[1:]).unique() if len(mini_batches) > 1 else None
+    if later is not None:
+        old_logp = policy.frozen_logprobs(batch, "actor", forward, later[active[later]])
 
     policy.activate("actor")
-    step = _Step(policy, engine, rollouts, loss, forward, update, old_logp, ref_logp, metrics)
-    for _ in range(update.epochs):
-        for rows in _mini_batches(batch, update.batch_size, rng):
-            try:
-                bad_rows = step.run(rows)
-            except BaseException:
-                engine.discard()
-                raise
-            if bad_rows is not None:
-                _watch(bad_rows, metrics, health)
+    for number, rows in enumerate(mini_batches):
+        old = old_logp if number > 0 else None
+        step = _Step(
+            policy, engine, rollouts, active, loss, forward, update, old, ref_logp, metrics
+        )
+        try:
+            bad_rows = step.run(rows)
+        except BaseException:
+            engine.discard()
+            raise
+        if bad_rows is not None:
+            _watch(bad_rows, metrics, health)
     return metrics
+
+
+def _active_rows(rollouts: Rollouts, *, has_kl: bool) -> torch.Tensor:
+    """``(B,)`` bool: rows with a gradient. Without advantage and KL it is exactly zero."""
+    trained = rollouts.advantages.mask
+    return (trained if has_kl else trained & (rollouts.advantages.values != 0)).any(1)
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,7 @@ class _Step:
     policy: Policy
     engine: Engine
     rollouts: Rollouts
+    active: torch.Tensor
     loss: LossConfig
     forward: ForwardConfig
     update: UpdateConfig
@@ -116,11 +130,7 @@ class _Step:
         """
         mask = self.rollouts.advantages.mask[rows]
         weights = reduction_weights(mask, self.loss.reduction, self.loss.max_output_tokens)
-        # Rows without advantage and KL have a gradient of exactly zero: no need to run them.
-        active = (mask & (self.rollouts.advantages.values[rows] != 0)).any(1)
-        if self.ref_logp is not None:
-            active = mask.any(1)
-        chosen = active.nonzero().squeeze(1)
+        chosen = self.active[rows].nonzero().squeeze(1)
         if chosen.numel() == 0:
             self.metrics.losses.append(0.0)
             return None

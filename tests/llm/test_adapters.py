@@ -17,7 +17,6 @@ from agilerl.llm.adapters import (
     default_lora_config,
     folded_adapter,
     scope_lora_config,
-    snapshot,
 )
 from agilerl.testing import tiny_model
 
@@ -107,16 +106,6 @@ def test_adapters_of_other_shapes_or_layers_are_not_copied() -> None:
     narrow = random_policy(model, lora(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="differ in parameters"):
         copy_adapter(small.parameters(), narrow.parameters())
-
-
-def test_a_snapshot_does_not_follow_the_parameters() -> None:
-    policy = random_policy(tiny_model())
-    taken = snapshot(policy.parameters())
-    before = {name: tensor.clone() for name, tensor in taken.items()}
-    for parameter in policy.parameters().values():
-        parameter.data.add_(1.0)
-    assert all(torch.equal(taken[name], before[name]) for name in taken)
-    assert not any(tensor.requires_grad for tensor in taken.values())
 
 
 def test_a_scope_confines_the_targets() -> None:

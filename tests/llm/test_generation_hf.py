@@ -217,5 +217,5 @@ def test_broken_weights_are_named() -> None:
     policy = policy_of(model)
     with torch.no_grad():
         next(iter(policy.parameters("actor").values())).fill_(torch.nan)
-    with pytest.raises(RuntimeError, match="NaN during generation"):
+    with pytest.raises(RuntimeError, match="NaN or inf during generation"):
         generate(policy, prompts_of([4]), 2)

@@ -84,7 +84,8 @@ def evaluate(agent: LLMAlgorithm, env: Any, loop: int) -> np.ndarray:
     if loop < 1:
         raise ValueError(f"loop is {loop}; it must be at least 1")
     rewards: list[torch.Tensor] = []
-    with env.eval_mode():
+    # The adapter is folded once for the whole split.
+    with env.eval_mode(), agent.policy.rollout_weights():
         for _ in range(loop):
             prompts = env.reset()
             while prompts:

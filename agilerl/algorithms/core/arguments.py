@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -258,6 +260,15 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             )
 
 
+def stacklevel_of_caller() -> int:
+    """The ``stacklevel`` that makes a warning point at the first frame outside this package."""
+    package = str(Path(__file__).parents[2])
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _check_pairs(arguments: Mapping[str, Any]) -> None:
     """Values that contradict each other."""
     if arguments["actor_network"] is None and arguments["model_name"] is None:
@@ -281,5 +292,5 @@ def _check_pairs(arguments: Mapping[str, Any]) -> None:
         warnings.warn(
             f"importance_sampling_level={level!r} has no effect with loss_type 'gspo', which pools "
             "the ratio over the trajectory",
-            stacklevel=5,
+            stacklevel=stacklevel_of_caller(),
         )

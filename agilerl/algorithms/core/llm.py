@@ -196,7 +196,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
 
     @property
     def actor(self) -> PeftModel:
-        """The PEFT model; shared with every agent on the same base."""
+        """The PEFT model with this agent's adapter active; all agents on a base share the model."""
+        self.policy.activate(self.policy.role)
         return self.policy.model
 
     @property
@@ -233,19 +234,23 @@ class LLMAlgorithm(EvolvableAlgorithm):
         )
 
     def use_adapter(self, adapter_name: str) -> None:
-        """Make a role (``"actor"``, ``"reference"``) the active adapter until it is changed again.
+        """Act with a role (``"actor"``, ``"reference"``) until it is changed again.
+
+        Concerns ``get_action``, ``test`` and the ``actor`` attribute; ``learn`` trains the actor.
 
         Raises:
             ValueError: For an unknown role.
         """
-        self.policy.activate(adapter_name)
+        self.policy.use(adapter_name)
 
     @contextlib.contextmanager
     def select_adapter(self, adapter_name: str) -> Iterator[None]:
-        """Within it a role's adapter is active; the actor's is again afterwards."""
-        self.policy.slot(adapter_name)
-        with self.policy.active(adapter_name):
+        """Within it the agent acts with a role's adapter; with the actor's again afterwards."""
+        self.policy.use(adapter_name)
+        try:
             yield
+        finally:
+            self.policy.use("actor")
 
     def set_reference_policy(self, reference_update_tracker: int) -> None:
         """Copy the actor onto the reference when the tracker has advanced past the stored value.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from agilerl.llm.adapters import default_lora_config, scope_lora_config
 from agilerl.llm.checkpoint import adapter_state_dict
+from agilerl.llm.generation.hf import check_cache
 from agilerl.llm.lora_merge import check_same_config, load_adapter
 from agilerl.llm.policy import Policy, SharedBase, load_base
 
@@ -50,8 +51,8 @@ def build_policy(agent: LLMAlgorithm, network: PreTrainedModel | PeftModel | Non
         check_network(network)
     model, start = plain_model(network)
     check_pad_token(agent.pad_token_id, model)
-    if next(model.parameters()).device != torch.device(agent.device):
-        model.to(agent.device)
+    place_model(model, torch.device(agent.device))
+    check_cache(model)
     policy = Policy(
         SharedBase.of(model),
         resolve_lora_config(agent.lora_config, start, model, agent.lora_target_scope),
@@ -62,6 +63,31 @@ def build_policy(agent: LLMAlgorithm, network: PreTrainedModel | PeftModel | Non
         for role in policy.roles:
             load_adapter(policy, role, start.tensors, start.config)
     return policy
+
+
+def place_model(model: PreTrainedModel, device: torch.device) -> None:
+    """Move a model to the agent's device, unless living agents are on it.
+
+    Raises:
+        ValueError: It is spread over several devices, or in use on another one.
+    """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    spread = {parameter.device for parameter in model.parameters()}
+    if len(spread) > 1:
+        raise ValueError(
+            f"actor_network is spread over {sorted(map(str, spread))}; load it onto one device"
+        )
+    (here,) = spread
+    if here == device:
+        return
+    if SharedBase.of(model).peft is not None:
+        raise ValueError(
+            f"device is {str(device)!r}, but actor_network is in use by another agent on "
+            f"{str(here)!r}; pass device={str(here)!r}"
+        )
+    logger.warning("the model moves from %s to %s, the agent's device", here, device)
+    model.to(device)
 
 
 def check_network(network: Any) -> None:

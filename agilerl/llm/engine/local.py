@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -81,7 +82,11 @@ class LocalEngine:
 
     def advance_schedule(self) -> None:
         """One more ``learn`` has been done."""
-        if self.scheduler is not None:
+        if self.scheduler is None:
+            return
+        with warnings.catch_warnings():
+            # Where no group had two different rewards, there was rightly no optimizer step before.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from agilerl.llm.config import SamplingConfig
@@ -24,6 +25,10 @@ from agilerl.llm.generation.sampling import next_tokens, penalise
 from agilerl.llm.logprobs import LogitHead
 from agilerl.llm.policy import Policy
 
+_NO_CACHE = (
+    "{} cannot be continued from keys and values alone (linear attention, Mamba and other "
+    "recurrent layers are not supported); use a model with attention in every layer"
+)
 DEFAULT_CHUNK_SIZE = 256
 # Tokens by which the cache grows when it is full.
 CACHE_BLOCK = 64
@@ -40,7 +45,8 @@ class _GrowingLayer(DynamicLayer):
         self.is_initialized = True
         self.length = keys.shape[-2]
         self.key_buffer, self.value_buffer = _with_room(keys), _with_room(values)
-        self.keys, self.values = keys, values
+        # The originals would only double the prompts' memory; dtype and device are read off these.
+        self.keys, self.values = self.key_buffer[:, :, :0], self.value_buffer[:, :, :0]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -111,6 +117,30 @@ def _single_query_attention(decoder: nn.Module) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
+
+
+@torch.no_grad()
+def check_cache(model: PreTrainedModel) -> None:
+    """Check on a few tokens that a model continues exactly from the keys and values of a prefix.
+
+    Raises:
+        ValueError: It does not, as where layers keep another state (linear attention, Mamba).
+    """
+    decoder = model.base_model
+    vocab = model.config.get_text_config().vocab_size
+    ids = (torch.arange(1, 7, device=next(model.parameters()).device) % vocab)[None]
+    cache = Cache(layer_class_to_replicate=DynamicLayer)
+    try:
+        whole = decoder(input_ids=ids, use_cache=False).last_hidden_state[:, -1]
+        decoder(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True)
+        resumed = decoder(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+        difference = (resumed.last_hidden_state[:, -1] - whole).abs().max()
+        tolerance = 1e-3 if whole.dtype in (torch.float32, torch.float64) else 5e-2
+        exact = bool(difference <= tolerance * whole.abs().max())
+    except Exception as error:
+        raise ValueError(_NO_CACHE.format(type(model).__name__)) from error
+    if not exact:
+        raise ValueError(_NO_CACHE.format(type(model).__name__))
 
 
 class HFGenerator:
@@ -184,7 +214,7 @@ class _Decode:
         lengths = torch.zeros(len(limits), dtype=torch.long, device=self.device)
         broken = torch.zeros((), dtype=torch.bool, device=self.device)
         for step in range(max(limits)):
-            broken |= logits.isnan().any()
+            broken |= ~(logits < torch.inf).all()
             logits = penalise(logits, rows.seen, step, self.sampling)
             token = next_tokens(
                 logits, uniforms[rows.ids, min(step, uniforms.shape[1] - 1)], self.sampling
@@ -203,8 +233,8 @@ class _Decode:
             logits = self._step(rows, cache, token)
         if broken:
             raise RuntimeError(
-                "the model's logits held NaN during generation: its weights are broken (was the "
-                "learning rate too high?) or its dtype overflows"
+                "the model's logits held NaN or inf during generation: its weights are broken (was "
+                "the learning rate too high?) or its dtype overflows"
             )
         return [output[i, :n].cpu() for i, n in enumerate(lengths.tolist())]
 
@@ -253,7 +283,8 @@ class _Decode:
         rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(token), 1)], dim=1)
         with _single_query_attention(self.decoder):
             hidden = self._decode(token[:, None], rows.mask, rows.positions[:, None], cache)
-        rows.positions = rows.positions + 1
+        # A finished row stays where it is: a step further may be past the model's last position.
+        rows.positions = rows.positions + rows.alive.long()
         return self.head.logits(hidden[:, -1])
 
     def _decode(
