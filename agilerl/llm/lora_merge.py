@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft import LoraConfig, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from agilerl.llm.checkpoint import adapter_state_dict
 from agilerl.llm.policy import Policy
@@ -84,17 +87,25 @@ def merge_configs(live: LoraConfig, saved: LoraConfig) -> LoraConfig:
     return merged
 
 
-def rebuild_adapters(policy: Policy, config: LoraConfig, seed: int) -> None:
-    """Replace every adapter of a policy by one of ``config`` that computes the same function."""
-    held = {role: adapter_state_dict(policy.model, slot) for role, slot in policy.slots.items()}
+@contextlib.contextmanager
+def rebuilt_adapters(policy: Policy, config: LoraConfig, seed: int) -> Iterator[None]:
+    """Replace every adapter of a policy by one of ``config`` that computes the same function.
+
+    The old ones are kept until the block ends; an error in it brings them back.
+    """
     before, old_slots = policy.lora_config, dict(policy.slots)
-    policy.lora_config = config
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for role in old_slots:
-            policy.slots[role] = policy.base.add_slot(role, config)
-    for role, tensors in held.items():
-        load_adapter(policy, role, tensors, before)
+    try:
+        _add_rebuilt(policy, config, seed)
+        yield
+    except BaseException:
+        discarded = [slot for slot in policy.slots.values() if slot not in old_slots.values()]
+        policy.lora_config = before
+        policy.slots.update(old_slots)
+        for slot in discarded:
+            policy.base.remove_slot(slot)
+        _remove_half_made(policy.model)
+        policy.activate("actor")
+        raise
     for slot in old_slots.values():
         policy.base.remove_slot(slot)
     policy.activate("actor")
@@ -105,14 +116,24 @@ def load_adapter(
 ) -> None:
     """Load tensors of an adapter of ``config`` onto a role, padded to its rank and targets.
 
+    Raises:
+        ValueError: If the tensors do not fit into the role's adapter, which is then unchanged.
+    """
+    write_adapter(policy, role, fit_adapter(policy, role, tensors, config))
+
+
+def fit_adapter(
+    policy: Policy, role: str, tensors: dict[str, torch.Tensor], config: LoraConfig
+) -> dict[str, torch.Tensor]:
+    """Tensors of an adapter of ``config``, padded to the rank and targets of a role's adapter.
+
     The padding leaves the function unchanged: new rows of A keep their fresh values, new columns of
-    B are zero, and B absorbs the change of scaling.
+    B are zero, and B absorbs the change of scaling. Nothing is written.
 
     Raises:
         ValueError: If the tensors do not fit into the role's adapter.
     """
-    slot = policy.slot(role)
-    live = adapter_state_dict(policy.model, slot)
+    live = adapter_state_dict(policy.model, policy.slot(role))
     unknown = sorted(tensors.keys() - live.keys())
     if unknown:
         raise ValueError(
@@ -121,17 +142,44 @@ def load_adapter(
         )
     if differing_fields(policy.lora_config, config):
         rescale = _scaling(config) / _scaling(policy.lora_config)
-        placed = {n: _place(n, fresh, tensors.get(n), rescale) for n, fresh in live.items()}
-    else:
-        placed = tensors
-        bad = [n for n in live if n not in tensors or tensors[n].shape != live[n].shape]
-        if bad:
-            raise ValueError(
-                f"the checkpoint's {role} adapter lacks tensors, or has them in another shape than "
-                f"this agent's: {bad[:4]}; it was trained on another model, or its files are "
-                "damaged"
-            )
-    set_peft_model_state_dict(policy.model, placed, adapter_name=slot)
+        return {n: _place(n, fresh, tensors.get(n), rescale) for n, fresh in live.items()}
+    bad = [n for n in live if n not in tensors or tensors[n].shape != live[n].shape]
+    if bad:
+        raise ValueError(
+            f"the checkpoint's {role} adapter lacks tensors, or has them in another shape than "
+            f"this agent's: {bad[:4]}; it was trained on another model, or its files are "
+            "damaged"
+        )
+    return tensors
+
+
+def write_adapter(policy: Policy, role: str, fitted: dict[str, torch.Tensor]) -> None:
+    """Write what :func:`fit_adapter` returned onto a role."""
+    set_peft_model_state_dict(policy.model, fitted, adapter_name=policy.slot(role))
+
+
+def _add_rebuilt(policy: Policy, config: LoraConfig, seed: int) -> None:
+    """Give every role a slot of ``config`` that computes what its present one does."""
+    held = {role: adapter_state_dict(policy.model, slot) for role, slot in policy.slots.items()}
+    before, policy.lora_config = policy.lora_config, config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for role in held:
+            policy.slots[role] = policy.base.add_slot(role, config)
+    for role, tensors in held.items():
+        load_adapter(policy, role, tensors, before)
+
+
+def _remove_half_made(model: PeftModel) -> None:
+    """Delete adapters that PEFT refused halfway: their config is gone, layers may still have them.
+
+    They would count as tensors of the base.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    found = {name for layer in layers for name in layer._all_available_adapter_names()}
+    for name in found - model.peft_config.keys():
+        for layer in layers:
+            layer.delete_adapter(name)
 
 
 def _place(
@@ -145,9 +193,10 @@ def _place(
         placed.zero_()
     if saved is None:
         return placed
-    if any(s > f for s, f in zip(saved.shape, fresh.shape, strict=True)) or not (
-        is_a or is_b or saved.shape == fresh.shape
-    ):
+    fits = saved.dim() == fresh.dim() and all(
+        s <= f for s, f in zip(saved.shape, fresh.shape, strict=True)
+    )
+    if not fits or not (is_a or is_b or saved.shape == fresh.shape):
         raise ValueError(
             f"{name} has shape {tuple(saved.shape)}, which does not fit into {tuple(fresh.shape)}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -16,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from agilerl.algorithms import GRPO
 from agilerl.llm.atomic_directory import atomic_directory
+from agilerl.llm.checkpoint import base_state_dict
+from agilerl.llm.config import CosineLRScheduleConfig
 
 MARKER = "attributes.pt"
 TENSORS = Path("actor", "adapter_model.safetensors")
@@ -46,16 +49,29 @@ def truncate(file: Path, share: float) -> None:
     file.write_bytes(content[: int(len(content) * share)])
 
 
-def refuse(run: Path, says: str, error: type[Exception] = ValueError) -> None:
+def state(agent: GRPO) -> list[torch.Tensor]:
+    """All that loading may change."""
+    base = agent.policy.base.model.get_input_embeddings().weight.detach().clone()
+    moments = [v for m in agent.optimizer.state.values() for v in m.values()]
+    return [weights(agent), weights(agent, "reference"), base, *(m.clone() for m in moments)]
+
+
+def refuse(
+    run: Path, says: str, error: type[Exception] = ValueError, merge: bool = False, **changes: Any
+) -> None:
     """Both ways of loading raise, and the agent is as it was."""
-    agent = make_agent()
-    before = weights(agent), weights(agent, "reference")
+    agent = make_agent(**changes)
+    train(agent)
+    before, slots = state(agent), dict(agent.policy.slots)
     with pytest.raises(error, match=says):
-        agent.load_checkpoint(run, load_optimizer=True)
-    assert torch.equal(weights(agent), before[0])
-    assert torch.equal(weights(agent, "reference"), before[1])
-    with pytest.raises(error, match=says):
-        GRPO.load(run, actor_network=small_model())
+        agent.load_checkpoint(run, load_optimizer=True, merge_lora_configs=merge)
+    assert all(torch.equal(*pair) for pair in zip(state(agent), before, strict=True))
+    assert agent.policy.slots == slots and set(agent.policy.model.peft_config) == {*slots.values()}
+    assert agent.lora_config is agent.policy.lora_config
+    train(agent)
+    if not merge:
+        with pytest.raises(error, match=says):
+            GRPO.load(run, actor_network=small_model())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
@@ -99,11 +115,90 @@ def test_attributes_of_another_kind(run: Path) -> None:
         (lambda t: t.update({"base_model.model.other": torch.zeros(2)}), "has not"),
     ],
 )
-def test_tampered_tensors(run: Path, change: Any, says: str) -> None:
-    tensors = load_file(run / TENSORS)
+@pytest.mark.parametrize("role", ["actor", "reference"])
+def test_tampered_tensors(run: Path, role: str, change: Any, says: str) -> None:
+    file = run / role / TENSORS.name
+    tensors = load_file(file)
     change(tensors)
-    save_file(tensors, run / TENSORS)
+    save_file(tensors, file)
     refuse(run, says)
+
+
+def test_a_reference_with_a_config_of_its_own(run: Path) -> None:
+    file = run / "reference" / CONFIG.name
+    file.write_text(file.read_text().replace('"r": 16', '"r": 2'))
+    refuse(run, "LoRA configs differ .*r: agent has 16, checkpoint 2")
+
+
+@pytest.mark.parametrize("lora_only", [True, False])
+def test_a_damaged_reference_refuses_the_merge_too(lora_only: bool, tmp_path: Path) -> None:
+    agent = randomise(make_agent(lora_config=lora(r=8)))
+    agent.save_checkpoint(tmp_path / "run", lora_only)
+    if lora_only:
+        file = tmp_path / "run" / "reference" / TENSORS.name
+        save_file(load_file(file) | {"base_model.model.other": torch.zeros(2)}, file)
+    else:
+        states = torch.load(tmp_path / "run" / MARKER, weights_only=True)["adapter_state_dicts"]
+        states["reference"]["base_model.model.other"] = torch.zeros(2)
+        edit_attributes(tmp_path / "run", adapter_state_dicts=states)
+    refuse(tmp_path / "run", "reference adapter has tensors", merge=True, lora_config=lora())
+
+
+def test_targets_that_carry_no_adapter_leave_none_behind(tmp_path: Path) -> None:
+    agent = make_agent(lora_config=lora())
+    agent.save_checkpoint(tmp_path / "run")
+    file = tmp_path / "run" / CONFIG
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"target_modules": ["q_proj", "norm"]}))
+    before = base_state_dict(agent.policy.model).keys()
+    with pytest.raises(ValueError, match="not supported"):
+        agent.load_checkpoint(tmp_path / "run", merge_lora_configs=True)
+    assert base_state_dict(agent.policy.model).keys() == before
+
+
+@pytest.mark.parametrize("change", ["name", "shape", "text"])
+def test_a_full_checkpoint_of_a_damaged_base(change: str, tmp_path: Path) -> None:
+    randomise(make_agent(model=small_model(seed=5))).save_checkpoint(tmp_path / "run", False)
+    full = torch.load(tmp_path / "run" / MARKER, weights_only=True)["actor_state_dict"]
+    name = "model.norm.weight"
+    full |= {
+        "name": {"other": torch.zeros(1)},
+        "shape": {name: torch.zeros(1)},
+        "text": {name: ""},
+    }[change]
+    edit_attributes(tmp_path / "run", actor_state_dict=full)
+    agent = make_agent()
+    before = state(agent)
+    with pytest.raises(ValueError, match="base model is another one than the agent's"):
+        agent.load_checkpoint(tmp_path / "run")
+    assert all(torch.equal(*pair) for pair in zip(state(agent), before, strict=True))
+
+
+def damage_optimizer(content: dict[str, Any], how: str) -> None:
+    optimizer = content["optimizer"]["optimizer"]
+    if how == "missing":
+        del content["optimizer"]["scheduler"]
+    elif how == "groups":
+        optimizer["param_groups"][0]["params"].pop()
+    elif how == "text":
+        content["optimizer"] = "Adam"
+    else:
+        optimizer["state"][0]["exp_avg"] = torch.zeros(1, 1)
+
+
+@pytest.mark.parametrize("how", ["missing", "groups", "text", "shape"])
+def test_a_damaged_optimizer(run: Path, how: str) -> None:
+    content = torch.load(run / MARKER, weights_only=True)
+    damage_optimizer(content, how)
+    torch.save(content, run / MARKER)
+    schedule = CosineLRScheduleConfig(20, warmup_proportion=0.25)
+    agent = make_agent(cosine_lr_schedule_config=schedule)
+    train(agent)
+    before = state(agent)
+    with pytest.raises(ValueError, match="optimizer state is"):
+        agent.load_checkpoint(run, load_optimizer=True)
+    assert all(torch.equal(*pair) for pair in zip(state(agent), before, strict=True))
+    agent.load_checkpoint(run)
 
 
 def test_missing_files(run: Path, tmp_path: Path) -> None:

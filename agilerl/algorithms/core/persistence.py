@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,7 @@ from agilerl.algorithms.core.plain_values import (
 )
 from agilerl.llm import checkpoint, lora_merge
 from agilerl.llm.atomic_directory import complete_directory
+from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.policy import Policy, load_base
 
 if TYPE_CHECKING:
@@ -63,30 +65,47 @@ def load_into(
     reference_from_actor: bool,
     merge: bool,
 ) -> None:
-    """Load a checkpoint's weights, and optimizer if asked, into a living agent."""
+    """Load a checkpoint's weights, and optimizer if asked, into a living agent.
+
+    A checkpoint that is refused leaves the agent as it was.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint, or it lacks a file.
+        ValueError: If it is damaged, or does not fit the agent.
+    """
     saved, attributes = _read(path)
-    rebuilt = _reconcile(agent, saved["actor"].config, merge)
-    if "actor_state_dict" in attributes:
-        _load_base(agent.policy, attributes["actor_state_dict"])
     roles = {"actor": saved["actor"]}
     if "reference" in agent.policy.slots:
         own = saved.get("reference")
         roles["reference"] = saved["actor"] if reference_from_actor or own is None else own
-    for role, adapter in roles.items():
-        lora_merge.load_adapter(agent.policy, role, adapter.tensors, adapter.config)
+    base = _changed_base(agent.policy, attributes.get("actor_state_dict"))
+    merged = _merged_config(agent, roles, merge)
+    optimizer = attributes.get("optimizer") if load_optimizer and merged is None else None
+    rebuilt: AbstractContextManager[None] = nullcontext()
+    if merged is not None:
+        rebuilt = lora_merge.rebuilt_adapters(agent.policy, merged, agent.seed)
+    # All that may be refused is refused in here, before the first weight is written.
+    with rebuilt:
+        fitted = {
+            role: lora_merge.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
+            for role, adapter in roles.items()
+        }
+        engine = None if optimizer is None else _restored_engine(agent, optimizer)
 
-    if not load_optimizer:
-        return
-    state = attributes.get("optimizer")
-    if state is None or rebuilt:
-        reason = "its LoRA config was merged with another" if rebuilt else "it holds none"
+    _write_base(agent.policy, base)
+    for role, tensors in fitted.items():
+        lora_merge.write_adapter(agent.policy, role, tensors)
+    agent.lora_config = agent.policy.lora_config
+    if engine is not None:
+        agent.engine = engine
+    elif load_optimizer or merged is not None:
+        agent.reinit_optimizers()
+    if load_optimizer and engine is None:
+        reason = "it holds none" if merged is None else "its LoRA config was merged with another"
         warnings.warn(
             f"no optimizer state was loaded from {path}: {reason}; the optimizer starts afresh",
             stacklevel=3,
         )
-        agent.reinit_optimizers()
-    else:
-        agent.engine.load_state_dict(state)
 
 
 def rebuild(
@@ -145,51 +164,94 @@ def _read(path: Path) -> tuple[dict[str, LoadedAdapter], dict[str, Any]]:
         folder = complete_directory(path, checkpoint.ATTRIBUTES_FILE)
         roles = attributes["roles"]
         return {r: LoadedAdapter(*checkpoint.load_adapter(folder / r)) for r in roles}, attributes
-    config = decode_arguments(attributes["arguments"])["lora_config"]
+    config = decode_arguments(attributes["arguments"]).get("lora_config")
     full = attributes["actor_state_dict"]
     states = {"actor": {n: t for n, t in full.items() if n not in _base_part(full)}}
     states |= attributes["adapter_state_dicts"]
+    if config is None or not all(isinstance(state, dict) for state in states.values()):
+        raise ValueError(
+            f"{path} is damaged: it lacks its lora_config or an adapter; use another checkpoint"
+        )
     return {role: LoadedAdapter(config, tensors) for role, tensors in states.items()}, attributes
 
 
-def _reconcile(agent: LLMAlgorithm, saved: LoraConfig, merge: bool) -> bool:
-    """Make the agent's LoRA config able to hold ``saved``; True if its adapters were rebuilt."""
+def _merged_config(
+    agent: LLMAlgorithm, roles: dict[str, LoadedAdapter], merge: bool
+) -> LoraConfig | None:
+    """The LoRA config that the agent needs to hold ``roles``; None: the one it has."""
+    live = agent.policy.lora_config
     if not merge:
-        lora_merge.check_same_config(agent.policy.lora_config, saved)
-        return False
-    merged = lora_merge.merge_configs(agent.policy.lora_config, saved)
-    if not lora_merge.differing_fields(agent.policy.lora_config, merged):
-        return False
-    lora_merge.rebuild_adapters(agent.policy, merged, agent.seed)
-    agent.lora_config = merged
-    agent.reinit_optimizers()
-    return True
+        for adapter in roles.values():
+            lora_merge.check_same_config(live, adapter.config)
+        return None
+    merged = lora_merge.merge_configs(live, roles["actor"].config)
+    return merged if lora_merge.differing_fields(live, merged) else None
 
 
-@torch.no_grad()
-def _load_base(policy: Policy, state: dict[str, torch.Tensor]) -> None:
-    """Write saved base weights into the shared base, where they differ."""
-    saved = _base_part(state)
-    live = checkpoint.base_tensors(policy.model)
+def _restored_engine(agent: LLMAlgorithm, state: Any) -> LocalEngine:
+    """A new engine for the agent with a saved optimizer and schedule.
+
+    Raises:
+        ValueError: If the state is damaged or that of other parameters.
+    """
+    engine = agent._build_engine()
+    try:
+        engine.load_state_dict(state)
+        fits = all(
+            value.shape == parameter.shape
+            for parameter, moments in engine.optimizer.state.items()
+            for value in moments.values()
+            if value.dim()  # but for the count of steps
+        )
+    except Exception as error:  # whatever torch runs into in content that is not its own
+        raise ValueError(
+            f"the checkpoint's optimizer state is damaged, or that of another model ({error!r}); "
+            "load without load_optimizer, or use another checkpoint"
+        ) from error
+    if not fits:
+        raise ValueError(
+            "the checkpoint's optimizer state is that of another model: its moments have other "
+            "shapes than this agent's parameters; load without load_optimizer"
+        )
+    return engine
+
+
+def _changed_base(policy: Policy, state: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """What of a full checkpoint's base differs from the agent's.
+
+    Raises:
+        ValueError: If it is the base of another model.
+    """
+    if state is None:
+        return {}
+    saved, live = _base_part(state), checkpoint.base_tensors(policy.model)
     if saved.keys() != live.keys():
         raise ValueError(
             "the checkpoint's base model is another one than the agent's: they differ in "
             f"{sorted(saved.keys() ^ live.keys())[:4]}"
         )
     for name, tensor in live.items():
-        if tensor.shape != saved[name].shape:
+        shape = getattr(saved[name], "shape", None)
+        if shape != tensor.shape:
             raise ValueError(
                 f"the checkpoint's base model is another one than the agent's: {name} is "
-                f"{tuple(saved[name].shape)}, not {tuple(tensor.shape)}"
+                f"{shape and tuple(shape)}, not {tuple(tensor.shape)}"
             )
-    changed = [n for n, t in live.items() if not torch.equal(t.cpu(), saved[n].to(t.dtype))]
-    if changed:
-        logger.warning(
-            "%d base tensors are overwritten from the checkpoint, for all agents on this base",
-            len(changed),
-        )
-    for name in changed:
-        live[name].copy_(saved[name])
+    return {n: saved[n] for n, t in live.items() if not torch.equal(t.cpu(), saved[n].to(t.dtype))}
+
+
+@torch.no_grad()
+def _write_base(policy: Policy, changed: dict[str, torch.Tensor]) -> None:
+    """Write base weights that differ into the shared base."""
+    if not changed:
+        return
+    logger.warning(
+        "%d base tensors are overwritten from the checkpoint, for all agents on this base",
+        len(changed),
+    )
+    live = checkpoint.base_tensors(policy.model)
+    for name, tensor in changed.items():
+        live[name].copy_(tensor)
 
 
 def _base_part(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
