@@ -3,7 +3,8 @@
 A directory counts as whole when it holds its ``marker`` file. Beside ``models/run`` there may be
 
 * ``models/.run.<8 hex digits>.tmp``: being written, or left behind by a writer that was killed,
-* ``models/.run.previous``: what ``models/run`` held before the save that is replacing it.
+* ``models/.run.previous``: what ``models/run`` held before the save that is replacing it,
+* ``models/run.earlier_1``: what was moved out of the way for good.
 """
 
 from __future__ import annotations
@@ -70,6 +71,31 @@ def complete_directory(path: Path, marker: str) -> Path:
         f"{path} holds no checkpoint: there is no {marker} in it; pass the directory that "
         "save_checkpoint wrote"
     )
+
+
+def holds_directory(path: Path, marker: str) -> bool:
+    """Whether :func:`complete_directory` would find one at ``path``."""
+    path = path.expanduser().resolve()
+    return (path / marker).is_file() or (_previous(path) / marker).is_file()
+
+
+def move_aside(path: Path, marker: str) -> Path:
+    """Move the directory at ``path`` to ``<name>.earlier_1`` (2, 3, ...) beside it.
+
+    Returns:
+        Its new place.
+
+    Raises:
+        FileNotFoundError: If there is none that holds ``marker``.
+    """
+    held = complete_directory(path, marker)
+    path = path.expanduser().resolve()
+    number = 1
+    while (place := path.with_name(f"{path.name}.earlier_{number}")).exists():
+        number += 1
+    held.rename(place)
+    _sync_directory(path.parent)
+    return place
 
 
 def _replace(path: Path, temporary: Path, marker: str) -> None:

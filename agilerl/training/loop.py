@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from agilerl.training.arguments import LoopOptions
+from agilerl.training.elite import Elite
 from agilerl.training.interrupts import GracefulStop
 from agilerl.training.protocols import Agent, Collector, Experience, Row
 from agilerl.training.run_directory import RunDirectory
@@ -89,6 +90,8 @@ class TrainingLoop:
         ]
         self.iteration = 0
         self.best: Best | None = None
+        # The options have checked that it is given exactly if save_elite is.
+        self.elite = None if options.elite_path is None else Elite(options.elite_path)
         self._learned = False
         self._started = time.perf_counter()
 
@@ -163,8 +166,8 @@ class TrainingLoop:
         fitness = float(leader.fitness[-1])
         if self.best is None or fitness > self.best.fitness:
             self.best = Best(leader.index, fitness, self.iteration)
-            if self.options.save_elite and self.options.elite_path is not None:
-                leader.save_checkpoint(self.options.elite_path)
+            if self.elite is not None:
+                self.elite.save(leader, trained=self.iteration > 0)
 
     def _row(self, member: Member) -> Row:
         return {
@@ -239,8 +242,8 @@ class TrainingLoop:
     def _save_after_stop(self, signal_name: str) -> None:
         where = self._save(f"iteration_{self.iteration:08d}")
         message = f"Stopped by {signal_name} after iteration {self.iteration}. Saved to {where}"
-        if self.options.save_elite and self.best is not None:
-            message += f"; the best agent so far is in {self.options.elite_path}"
+        if self.elite is not None and self.elite.saved:
+            message += f"; the best agent so far is in {self.elite.path}"
         logger.info(message)
         self.log.say(message)
 

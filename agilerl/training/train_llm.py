@@ -17,6 +17,7 @@ import agilerl
 from agilerl.training import arguments
 from agilerl.training.arguments import LoopOptions
 from agilerl.training.collectors import ReasoningCollector
+from agilerl.training.elite import check_elite_outside
 from agilerl.training.loop import TrainingLoop
 from agilerl.training.protocols import Agent, Collector, SingleTurnEnv
 from agilerl.training.run_directory import RunDirectory, run_name
@@ -73,7 +74,9 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         env_fn: Instead of ``env``: called once per agent to make an environment each.
         init_hp: Facts to note in ``config.json`` and the W&B configuration; they set nothing.
         save_elite: Save the best agent whenever an evaluation brings a new best fitness.
-        elite_path: Directory of that checkpoint.
+        elite_path: Directory of that checkpoint. An earlier run's elite there is moved to
+            ``<elite_path>.earlier_1`` (2, 3, ...) when this run's first one is saved; the
+            evaluation before training saves none where an earlier one is.
         wb: Log to Weights & Biases.
         tensorboard: Log to TensorBoard.
         tensorboard_log_dir: Parent of this run's event folder; None: in the run directory.
@@ -141,9 +144,7 @@ def _run(
 ) -> None:
     """Open the run directory and its logs, run the loop, close the logs."""
     name = run_name(agents, env_name)
-    arguments.check_elite_outside(
-        options.elite_path, Path(options.checkpoint_path or Path("runs") / name)
-    )
+    check_elite_outside(options.elite_path, Path(options.checkpoint_path or Path("runs") / name))
     directory = RunDirectory(name, options.checkpoint_path)
     config = _config(agents, options, name, env_name)
     directory.write_config(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -134,14 +133,6 @@ def test_raw_completions_are_accepted() -> None:
     agent = FakeAgent()
     train([agent], FakeGym(return_raw_completions=True), max_steps=4)
     assert agent.scores == [0.5, 0.5]
-
-
-def test_the_elite_is_the_best_agent_when_it_was_best(tmp_path: Path) -> None:
-    # Best of all: agent 4 after one iteration. It gets worse later, and agent 2 only draws level.
-    pop = [FakeAgent(2, skill=[0, 1, 2]), FakeAgent(4, skill=[1, 2, 0])]
-    train(pop, max_steps=4, evaluation_interval=1, save_elite=True, elite_path=tmp_path / "elite")
-    saved = json.loads((tmp_path / "elite" / "agent.json").read_text())
-    assert saved == {"index": 4, "learned": 1, "optimizer": True}
 
 
 def test_a_window_without_reward_variance_is_said_loudly(caplog: pytest.LogCaptureFixture) -> None:

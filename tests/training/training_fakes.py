@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from agilerl.llm.checkpoint import ATTRIBUTES_FILE
 from agilerl.typing import ActionResult
 
 EOS, PAD = 1, 0
@@ -176,3 +177,4 @@ class FakeAgent:
         self.on_save(self)
         content = {"index": self.index, "learned": len(self.learned), "optimizer": save_optimizer}
         (Path(path) / "agent.json").write_text(json.dumps(content))
+        (Path(path) / ATTRIBUTES_FILE).touch()

@@ -1,0 +1,69 @@
+"""The best agent's checkpoint, and care for the one that an earlier run left in its place."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from agilerl.llm.atomic_directory import holds_directory, move_aside
+from agilerl.llm.checkpoint import ATTRIBUTES_FILE
+from agilerl.training.protocols import Agent
+
+logger = logging.getLogger(__name__)
+
+
+class Elite:
+    """Saves the best agent of one run.
+
+    A checkpoint that is there already is kept: the run's first save moves it to
+    ``<path>.earlier_1`` (2, 3, ...). An untrained agent is no reason to move it, so where there is
+    one, it stays until the run has an agent that training made better.
+
+    Args:
+        path: Directory of the checkpoint.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.saved = False
+        """Whether this run has saved its best agent there."""
+
+    def save(self, agent: Agent, trained: bool) -> None:
+        """Save ``agent`` as the best so far.
+
+        Args:
+            agent: The agent.
+            trained: False before the first iteration.
+
+        Raises:
+            FileExistsError: If ``path`` holds something that is not a checkpoint.
+        """
+        if not self.saved and holds_directory(self.path, ATTRIBUTES_FILE):
+            if not trained:
+                logger.warning(
+                    "%s holds the elite of an earlier run: it stays there until an evaluation of "
+                    "this run is better than the one before training",
+                    self.path,
+                )
+                return
+            moved = move_aside(self.path, ATTRIBUTES_FILE)
+            logger.warning("The elite of an earlier run was moved from %s to %s", self.path, moved)
+        agent.save_checkpoint(self.path)
+        self.saved = True
+
+
+def check_elite_outside(elite_path: str | Path | None, run_directory: Path) -> None:
+    """Refuse an elite path whose replacement would take the run directory with it.
+
+    Raises:
+        ValueError: If ``run_directory`` is ``elite_path`` or lies in it.
+    """
+    if elite_path is None:
+        return
+    elite = Path(elite_path).resolve()
+    if run_directory.resolve().is_relative_to(elite):
+        raise ValueError(
+            f"elite_path={str(elite_path)!r} holds the run directory {str(run_directory)!r}, and "
+            "saving the elite replaces what is there: choose a directory of its own, such as "
+            f"{str(run_directory / 'elite')!r}."
+        )

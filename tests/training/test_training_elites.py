@@ -1,0 +1,83 @@
+"""The best agent's checkpoint, and what happens to the one an earlier run left there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_fakes import FakeAgent, FakeGym
+
+from agilerl.training.train_llm import finetune_llm_reasoning
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def train(*pop: FakeAgent, elite: str = "run/elite", **options: Any) -> None:
+    """Two iterations, evaluated before, after the first and after the second."""
+    given = {"max_steps": 4, "evaluation_interval": 1, "checkpoint_path": "run", "verbose": False}
+    finetune_llm_reasoning(
+        list(pop), FakeGym(), save_elite=True, elite_path=elite, **(given | options)
+    )
+
+
+def saved(path: str) -> tuple[int, int]:
+    """Index of the agent in a checkpoint, and how often it had learned."""
+    content = json.loads(Path(path, "agent.json").read_text())
+    return content["index"], content["learned"]
+
+
+def test_the_elite_is_the_best_agent_when_it_was_best() -> None:
+    # Best of all: agent 4 after one iteration. It gets worse later, and agent 2 only draws level.
+    train(FakeAgent(2, skill=[0, 1, 2]), FakeAgent(4, skill=[1, 2, 0]))
+    assert saved("run/elite") == (4, 1)
+
+
+def test_an_agent_that_training_made_worse_is_saved_as_it_came() -> None:
+    train(FakeAgent(skill=[2, 1, 0]))
+    assert saved("run/elite") == (0, 0)
+
+
+@pytest.mark.parametrize("elite", ["run/elite", "elsewhere/elite"])
+def test_the_same_command_again_keeps_the_earlier_elites(
+    elite: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for index in (1, 2, 3):
+        train(FakeAgent(index, skill=[0, 1, 2]), elite=elite)
+    assert saved(elite) == (3, 2)
+    assert saved(f"{elite}.earlier_1") == (1, 2)
+    assert saved(f"{elite}.earlier_2") == (2, 2)
+    assert "elite of an earlier run was moved from" in caplog.text
+
+
+def test_an_untrained_agent_moves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    train(FakeAgent(1, skill=[0, 1, 2]))
+    train(FakeAgent(2, skill=[3, 1, 0]))
+    assert saved("run/elite") == (1, 2)
+    assert "holds the elite of an earlier run: it stays there" in caplog.text
+    assert not list(Path("run").glob("elite.earlier*"))
+
+
+def test_a_stop_names_the_elite_only_if_it_is_this_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    train(FakeAgent(1, skill=[0, 1, 2]))
+    stopped = FakeAgent(2, on_learn=lambda agent: os.kill(os.getpid(), signal.SIGTERM))
+    caplog.set_level("INFO")
+    train(stopped)
+    assert "Stopped by SIGTERM after iteration 1" in caplog.text
+    assert "the best agent so far" not in caplog.text
+
+
+def test_an_elite_whose_replacement_was_killed_is_kept_too() -> None:
+    train(FakeAgent(1, skill=[0, 1, 2]))
+    Path("run/elite").rename("run/.elite.previous")  # a kill between the two renames
+    train(FakeAgent(2, skill=[0, 1, 2]))
+    assert saved("run/elite") == (2, 2)
+    assert saved("run/elite.earlier_1") == (1, 2)
