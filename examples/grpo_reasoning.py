@@ -35,7 +35,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 PROMPTS_PER_STEP = 32
-ITERATIONS = 240
+ITERATIONS = 200
 
 # Per algorithm: class, and what its paper or this library's docs recommend where that differs from
 # GRPO's defaults. Two optimizer steps per rollout, because with one the ratio is always 1 and the

@@ -21,6 +21,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from agilerl.algorithms import CISPO, GRPO, GSPO
 from agilerl.algorithms.core import EvolvableAlgorithm, LLMAlgorithm
+from agilerl.algorithms.core.network import place_model
 from agilerl.algorithms.core.registry import (
     HyperparameterConfig,
     NetworkGroup,
@@ -284,3 +285,36 @@ def test_adapters_are_chosen_by_role() -> None:
         agent.use_adapter("critic")
     with pytest.raises(ValueError, match="'critic'"), agent.select_adapter("critic"):
         pass
+
+
+def test_the_actor_attribute_is_the_agents_own_whoever_acted_last() -> None:
+    model = small_model()
+    first, second = make_agent(GRPO, model), make_agent(GRPO, model, index=1)
+    randomise(first, seed=1), randomise(second, seed=2)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        own = second.actor(ids).logits
+        first.get_action(prompts("hello"))
+        assert torch.equal(second.actor(ids).logits, own)
+        assert not torch.equal(first.actor(ids).logits, own)
+
+
+def test_an_agent_acts_with_the_adapter_that_is_selected() -> None:
+    agent = make_agent()
+    randomise(agent, scale=0.5)
+    obs = prompts("hello there", "what")
+    actor = agent.get_action(obs, training=False).completion_ids
+    with agent.select_adapter("reference"):
+        reference = agent.get_action(obs, training=False).completion_ids
+    assert not all(torch.equal(a, b) for a, b in zip(actor, reference, strict=True))
+    agent.use_adapter("reference")
+    again = agent.get_action(obs, training=False).completion_ids
+    assert all(torch.equal(a, b) for a, b in zip(again, reference, strict=True))
+
+
+def test_a_model_in_use_is_not_moved_to_another_device() -> None:
+    model = small_model()
+    agent = make_agent(GRPO, model)
+    with pytest.raises(ValueError, match=r"device is 'meta'.*in use by another agent on 'cpu'"):
+        place_model(model, torch.device("meta"))
+    assert agent.policy.device.type == "cpu"

@@ -150,3 +150,28 @@ def test_modules_to_save_belong_to_their_slot() -> None:
         logp.sum(), policy.parameters()["lm_head.modules_to_save.weight"]
     )[0]
     assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "corda", "eva", "loftq"])
+def test_an_initialisation_that_rewrites_the_base_is_refused(init: str) -> None:
+    config = lora()
+    config.init_lora_weights = init
+    with pytest.raises(ValueError, match=rf"init_lora_weights is '{init}'.*shared"):
+        scope_lora_config(config, tiny_model(), None)
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
+def test_other_initialisations_leave_the_base_as_it_was(init: object) -> None:
+    model = tiny_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    policy = random_policy(model, scope_lora_config(lora(r=4, init_lora_weights=init), model, None))
+    policy.release()
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_a_scope_finds_the_layers_that_another_agent_has_wrapped() -> None:
+    model = tiny_model()
+    alone = scope_lora_config(lora(), model, "mlp").target_modules
+    random_policy_kept = random_policy(model)
+    assert scope_lora_config(lora(), model, "mlp").target_modules == alone
+    assert random_policy_kept.roles

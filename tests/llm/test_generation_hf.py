@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_families import FAMILIES, make_family
+from model_families import FAMILIES, UNSHARED_FAMILIES, make_family
 from peft import LoraConfig
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agilerl.llm.config import SamplingConfig
-from agilerl.llm.generation.hf import HFGenerator, _Decode, new_token_limit
+from agilerl.llm.generation.hf import (
+    HFGenerator,
+    _Decode,
+    _GrowingLayer,
+    check_cache,
+    new_token_limit,
+)
+from agilerl.llm.logprobs import LogitHead
 from agilerl.llm.policy import Policy, SharedBase
 from agilerl.testing import tiny_model
 
@@ -210,6 +217,45 @@ def test_the_base_is_bit_identical_after_many_rollouts(dtype: torch.dtype) -> No
 def test_prompt_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match=r"64 tokens.*max_model_len 64.*max_context_length"):
         new_token_limit(torch.zeros(64), sampling_of())
+
+
+def test_a_finished_row_never_passes_the_last_position_of_the_model() -> None:
+    model = make_family("gpt2")  # 15 learned positions
+    policy = policy_of(model)
+    prompts = prompts_of([13, *[4] * 8], vocab=model.config.vocab_size)
+    rows = generate(policy, prompts, 1, max_new_tokens=11, max_model_len=15, min_new_tokens=11)
+    assert [len(row) for row in rows] == [2, *[11] * 8]
+
+
+@pytest.mark.parametrize("family", UNSHARED_FAMILIES)
+def test_a_model_that_keeps_another_state_is_refused(family: str) -> None:
+    with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM.*recurrent"):
+        check_cache(make_family(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_supported_family_passes_the_check(family: str) -> None:
+    check_cache(make_family(family))
+
+
+def test_infinite_logits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of(tiny_model())
+    logits = LogitHead.logits
+
+    def infinite(self: LogitHead, hidden: torch.Tensor) -> torch.Tensor:
+        made = logits(self, hidden)
+        made[:, 5] = torch.inf
+        return made
+
+    monkeypatch.setattr(LogitHead, "logits", infinite)
+    with pytest.raises(RuntimeError, match="NaN or inf"):
+        generate(policy, prompts_of([4]), 2)
+
+
+def test_the_prompts_cache_is_held_once() -> None:
+    layer = _GrowingLayer(torch.zeros(2, 1, 30, 4), torch.zeros(2, 1, 30, 4))
+    assert layer.keys.numel() == layer.values.numel() == 0
+    assert layer.get_seq_length() == 30
 
 
 def test_broken_weights_are_named() -> None:

@@ -7,13 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_families import FAMILIES, make_family
 from peft.tuners.tuners_utils import BaseTunerLayer
 from rollout_helpers import PLAIN, lora, random_batch, random_policy, randomise
 from torch import nn
 
 from agilerl.llm.adapters import adapter_parameters
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.policy import Policy, SharedBase, find_head, load_base, scatter_actions
+from agilerl.llm.policy import (
+    Policy,
+    SharedBase,
+    check_head,
+    find_head,
+    load_base,
+    scatter_actions,
+)
 from agilerl.testing import tiny_model
 
 
@@ -246,3 +254,52 @@ def test_parameters_keep_their_order_and_carry_no_slot_name() -> None:
     assert not any("actor" in name or "reference" in name for name in first.parameters())
     assert all(isinstance(p, nn.Parameter) for p in first.parameters().values())
     randomise(first.parameters(), seed=1, dtype=torch.float32)
+
+
+def test_generation_and_log_probs_return_to_the_role_in_use() -> None:
+    policy = random_policy(tiny_model())
+    policy.use("reference")
+    with policy.active(None):
+        pass
+    assert policy.model.active_adapters == [policy.slot("reference")]
+    with policy.rollout_weights():
+        assert policy.model.active_adapters == [policy.slot("reference")]
+    policy.use("actor")
+    assert policy.model.active_adapters == [policy.slot("actor")]
+
+
+def test_an_agent_that_goes_during_anothers_rollout_leaves_nothing_behind() -> None:
+    model = tiny_model()
+    size = sum(p.numel() for p in model.parameters())
+    staying, going = random_policy(model), random_policy(model, seed=7)
+    with staying.rollout_weights():
+        going.release()
+    assert set(staying.model.peft_config) == set(staying.slots.values())
+    staying.release()
+    assert sum(p.numel() for p in model.parameters()) == size
+
+
+def test_another_agent_cannot_act_inside_a_rollout() -> None:
+    model = tiny_model()
+    first, second = random_policy(model), random_policy(model, seed=7)
+    with first.rollout_weights(), pytest.raises(RuntimeError, match="one agent of a base"):
+        second.activate("actor")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_is_read_as_the_model_means_it(family: str) -> None:
+    check_head(make_family(family))
+
+
+def test_a_head_with_an_unknown_scale_is_refused() -> None:
+    model = make_family("granite")
+    forward = model.forward
+
+    def scaled(*args: object, **kwargs: object) -> object:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * 3
+        return output
+
+    model.forward = scaled
+    with pytest.raises(ValueError, match=r"GraniteForCausalLM.*not supported"):
+        SharedBase.of(model)

@@ -396,6 +396,18 @@ def test_nothing_fits(make_env: MakeEnv) -> None:
         make_env(max_context_length=5)
 
 
+@pytest.mark.parametrize("limit", [None, 27])
+def test_prompt_lengths_count_the_template_once(make_env: MakeEnv, limit: int | None) -> None:
+    """25 tokens around the question; the training rows come first."""
+    train = Dataset.from_dict({"question": ["xx", "xxxx"], "answer": ["1", "2"]})
+    test = Dataset.from_dict({"question": ["x", "xxx"], "answer": ["3", "4"]})
+    env = make_env(train_dataset=train, test_dataset=test, max_context_length=limit)
+    expected = [27, 29, 26, 28] if limit is None else [27, 26]
+    assert env.prompt_lengths() == expected
+    env._train._encoder = env._test._encoder = None  # type: ignore[assignment]
+    assert env.prompt_lengths() == expected
+
+
 # --- bad input ----------------------------------------------------------------------------------
 
 

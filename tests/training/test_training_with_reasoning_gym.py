@@ -148,3 +148,51 @@ def test_real_agents_train_and_their_elite_loads(algorithm: type[GRPO], tmp_path
     for folder in (tmp_path / "elite", tmp_path / "iteration_00000002" / "agent_1"):
         pop[0].load_checkpoint(folder)
         assert PeftModel.from_pretrained(tiny_model(hidden_size=32, layers=1), folder / "actor")
+
+
+def gym(train: list[str], test: list[str]) -> ReasoningGym:
+    """An environment of questions as they are: a prompt has their length and 21 tokens more."""
+    splits = [
+        Dataset.from_list([{"question": question, "answer": ""} for question in questions])
+        for questions in (train, test)
+    ]
+    return ReasoningGym(
+        *splits,
+        TOKENIZER,
+        lambda completion, answer, question: 0.0,
+        [{"role": "user", "content": "{question}"}],
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "context"), [(40, 2048), (None, 40)], ids=["argument", "model"]
+)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_prompt_too_long_for_an_agent_is_refused_at_the_start(
+    max_model_len: int | None, context: int, split: str, tmp_path: Path
+) -> None:
+    model = tiny_model(hidden_size=32, layers=1)
+    model.config.max_position_embeddings = context
+    arguments = {
+        "pad_token_id": TOKENIZER.pad_token_id,
+        "pad_token": TOKENIZER.pad_token,
+        "actor_network": model,
+        "max_output_tokens": 2,
+    }
+    template = len(TOKENIZER.apply_chat_template(
+        [{"role": "user", "content": ""}], tokenize=True, add_generation_prompt=True
+    )["input_ids"])  # fmt: skip
+    short, fits, long = "x", "x" * (39 - template), "x" * (40 - template)
+    questions = {"train": [short, fits], "test": [short]}
+    pop = [
+        GRPO(**arguments, max_model_len=200),
+        GRPO(**arguments, index=1, max_model_len=max_model_len),
+    ]
+    arguments_of_run = {"max_steps": 1, "checkpoint_path": tmp_path / "run", "verbose": False}
+    with pytest.raises(ValueError, match=r"40 tokens.* agent 1 has max_model_len=40.*1 of 4") as e:
+        finetune_llm_reasoning(
+            pop, gym(**(questions | {split: [*questions[split], long]})), **arguments_of_run
+        )
+    assert "max_context_length of ReasoningGym (at most 39)" in str(e.value)
+    assert not list(tmp_path.iterdir())
+    finetune_llm_reasoning(pop[1:], gym(**questions), **arguments_of_run)

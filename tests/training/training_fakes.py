@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from agilerl.llm.checkpoint import ATTRIBUTES_FILE
+from agilerl.llm.config import SamplingConfig
 from agilerl.typing import ActionResult
 
 EOS, PAD = 1, 0
@@ -54,6 +55,9 @@ class FakeGym:
     @property
     def answers(self) -> list[str]:
         return [str(10 + row) for row in self.pending]
+
+    def prompt_lengths(self) -> list[int]:
+        return [1] * (self.rows + self.test_rows)
 
     def reset(self) -> list[dict[str, Any]]:
         if self.evaluating:
@@ -135,6 +139,11 @@ class FakeAgent:
         self.last_checkpoint: str | None = None
         self.learned: list[dict[str, Any]] = []
         self.trackers: list[int] = []
+
+    def sampling_config(self, training: bool = True) -> SamplingConfig:
+        return SamplingConfig(
+            max_new_tokens=2, max_model_len=4, eos_token_ids=(EOS,), pad_token_id=PAD
+        )
 
     def get_action(self, obs: list[dict[str, Any]], training: bool = True) -> ActionResult:
         ids, masks = [], []
