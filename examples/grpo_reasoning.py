@@ -37,9 +37,9 @@ import matplotlib.pyplot as plt
 PROMPTS_PER_STEP = 32
 ITERATIONS = 200
 
-# Per algorithm: class, and what its paper or this library's docs recommend where that differs from
-# GRPO's defaults. Two optimizer steps per rollout, because with one the ratio is always 1 and the
-# three algorithms are the same.
+# Class and clip band of each algorithm. GSPO's paper has a far narrower band, for long completions and
+# a small learning rate; here it would clip nearly everything. There are two optimizer steps per
+# rollout, because with one the ratio is always 1 and the three algorithms are the same.
 RECIPES = {
     "grpo": (GRPO, {"clip_coef": 0.2}),
     "gspo": (GSPO, {"clip_coef": (0.8, 1.25)}),

@@ -235,15 +235,18 @@ class GRPO(LLMAlgorithm):
                 environment give them; rewards ``(P, G)``, ``(B,)``, or per turn ``(B, U)``.
             turn_ids: ``(B, S)`` turn of each action, -1 elsewhere; for turn-level advantages and
                 ratios.
-            sampling_logps: Per row, the sampler's log-probs of the generated tokens; corrects for a
-                sampler that differs from the trainer. None: no correction.
+            sampling_logps: Per row, the sampler's log-probs of the generated tokens, of the
+                temperature-scaled distribution before top-p, top-k and min-p; corrects for a sampler
+                that differs from the trainer. None: no correction.
 
         Returns:
             ``mean_loss``, ``mean_kl`` (nan with ``beta=0``, which spares the reference pass),
             ``clip_fraction``, ``entropy``, ``grad_norm``, ``ratio_mean``, ``ratio_max``,
             ``advantage_mean``, ``advantage_std``, ``completion_length`` (generated tokens),
             ``zero_variance_groups``, ``skipped_steps``, and with a correction
-            ``importance_weight_mean``, ``importance_weight_max``, ``importance_weight_capped``.
+            ``importance_weight_mean``, ``importance_weight_max``, ``importance_weight_capped``,
+            ``importance_weight_nonfinite``. Ratio, entropy and clipping are over the rows that were
+            run: with ``beta=0`` those whose advantage is not zero.
 
         Raises:
             ValueError: If shapes disagree, groups are incomplete, or a reward is not finite.

@@ -53,6 +53,7 @@ class PromptSplit:
         self, name: str, dataset: Dataset, encoder: PromptEncoder, max_context_length: int | None
     ) -> None:
         self._encoder = encoder
+        self._lengths: list[int] | None = None
         self.questions, self.answers = _read_columns(name, dataset)
         if max_context_length is not None:
             self._drop_long_prompts(name, max_context_length)
@@ -66,9 +67,15 @@ class PromptSplit:
         answers = [self.answers[row] for row in rows]
         return PromptBatch(questions, answers, self._encoder.encode(questions))
 
+    def lengths(self) -> list[int]:
+        """Tokens of each row's prompt, template included; counted at the first call."""
+        if self._lengths is None:
+            texts = [self._encoder.render(question) for question in self.questions]
+            self._lengths = [len(ids) for ids in self._encoder.tokenize(texts)]
+        return self._lengths
+
     def _drop_long_prompts(self, name: str, max_context_length: int) -> None:
-        texts = [self._encoder.render(question) for question in self.questions]
-        lengths = [len(ids) for ids in self._encoder.tokenize(texts)]
+        lengths = self.lengths()
         kept = [row for row, length in enumerate(lengths) if length <= max_context_length]
         if not kept:
             raise ValueError(
@@ -84,6 +91,7 @@ class PromptSplit:
             )
         self.questions = [self.questions[row] for row in kept]
         self.answers = [self.answers[row] for row in kept]
+        self._lengths = [lengths[row] for row in kept]
 
 
 class TrainingOrder:

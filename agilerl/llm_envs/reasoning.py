@@ -135,6 +135,13 @@ class ReasoningGym:
         """Reward calls so far that got ``failure_reward``."""
         return self._pool.failures
 
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of every prompt, template included: the training rows', then the test rows'.
+
+        Counted at the first call, unless ``max_context_length`` had them counted before.
+        """
+        return self._train.lengths() + self._test.lengths()
+
     def reset(self, reset_dataloaders: bool = False) -> list[ReasoningPrompts]:
         """Hand out the next training batch; in ``eval_mode`` the first test batch.
 

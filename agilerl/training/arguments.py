@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agilerl.training.protocols import Agent, SingleTurnEnv
 
 _AGENT_MEMBERS = (
     "algo",
@@ -20,6 +23,7 @@ _AGENT_MEMBERS = (
     "get_action",
     "learn",
     "test",
+    "sampling_config",
     "set_reference_policy",
     "save_checkpoint",
 )
@@ -28,6 +32,7 @@ _ENV_MEMBERS = (
     "num_epochs",
     "questions",
     "answers",
+    "prompt_lengths",
     "reset",
     "step",
     "eval_mode",
@@ -191,6 +196,27 @@ def check_environments(
     for made in environments:
         _check_env("env_fn()", made)
     return environments
+
+
+def check_prompts_fit(agents: Sequence[Agent], envs: Sequence[SingleTurnEnv]) -> None:
+    """Check that each agent's context holds every prompt of its environment and one token more.
+
+    A prompt that does not fit would end the run when it is drawn.
+
+    Raises:
+        ValueError: If a prompt is too long.
+    """
+    for agent, env in zip(agents, envs, strict=True):
+        lengths, limit = env.prompt_lengths(), agent.sampling_config().max_model_len
+        longest, too_long = max(lengths), sum(length >= limit for length in lengths)
+        if too_long:
+            raise ValueError(
+                f"The longest prompt of {env.name} has {longest} tokens, template included, but "
+                f"agent {agent.index} has max_model_len={limit}, which has to hold the prompt and "
+                f"at least one token of its completion: {too_long} of {len(lengths)} prompts are "
+                "too long. Leave them out with a smaller max_context_length of ReasoningGym "
+                f"(at most {limit - 1}), or raise max_model_len of the agents."
+            )
 
 
 def check_selection(tournament: Any, mutation: Any, evo_steps: int | None) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from agilerl.llm.config import SamplingConfig
     from agilerl.typing import ActionResult, ExperiencesType
 
 
@@ -44,6 +45,8 @@ class Agent(Protocol):
 
     def test(self, env: Any) -> np.ndarray: ...
 
+    def sampling_config(self, training: bool = True) -> SamplingConfig: ...
+
     def set_reference_policy(self, reference_update_tracker: int) -> None: ...
 
     def save_checkpoint(
@@ -68,6 +71,8 @@ class SingleTurnEnv(Protocol):
 
     @property
     def last_completions(self) -> list[list[str]]: ...
+
+    def prompt_lengths(self) -> Sequence[int]: ...
 
     def reset(self) -> Any: ...
 

@@ -99,7 +99,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         ``pop``, trained.
 
     Raises:
-        ValueError: For bad values and combinations, naming the argument and the remedy.
+        ValueError: For bad values and combinations, naming the argument and the remedy; for a
+            prompt, of either split, that is too long for the context of an agent.
         TypeError: For values of the wrong type.
         NotImplementedError: For arguments that are not supported yet.
         ImportError: If TensorBoard or W&B is asked for and not installed.
@@ -126,6 +127,7 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     )
     require_trackers(tensorboard=tensorboard, wb=wb)
     envs = arguments.check_environments(env, env_fn, len(pop))
+    arguments.check_prompts_fit(pop, envs)
     # Agents that share an environment share its collector: the pending batch is one for all.
     distinct_envs = {id(made): made for made in envs}
     collector_of = {key: ReasoningCollector(made) for key, made in distinct_envs.items()}
