@@ -37,8 +37,8 @@ import matplotlib.pyplot as plt
 PROMPTS_PER_STEP = 32
 ITERATIONS = 200
 
-# Class and clip band of each algorithm. GSPO's paper has a far narrower band, for long completions and
-# a small learning rate; here it would clip nearly everything. There are two optimizer steps per
+# Class and clip band of each algorithm. GSPO's paper has a far narrower band, for long completions
+# and a small learning rate; here it would clip nearly everything. There are two optimizer steps per
 # rollout, because with one the ratio is always 1 and the three algorithms are the same.
 RECIPES = {
     "grpo": (GRPO, {"clip_coef": 0.2}),

@@ -236,8 +236,8 @@ class GRPO(LLMAlgorithm):
             turn_ids: ``(B, S)`` turn of each action, -1 elsewhere; for turn-level advantages and
                 ratios.
             sampling_logps: Per row, the sampler's log-probs of the generated tokens, of the
-                temperature-scaled distribution before top-p, top-k and min-p; corrects for a sampler
-                that differs from the trainer. None: no correction.
+                temperature-scaled distribution before top-p, top-k and min-p; corrects for a
+                sampler that differs from the trainer. None: no correction.
 
         Returns:
             ``mean_loss``, ``mean_kl`` (nan with ``beta=0``, which spares the reference pass),
