@@ -178,6 +178,22 @@ def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[n
     return np.random.default_rng((seed, epoch)).permutation(rows)
 
 
+def process_rank(accelerator: Any) -> tuple[int, int]:
+    """Which of how many processes this one is.
+
+    Raises:
+        TypeError: Neither None nor an accelerator.
+    """
+    if accelerator is None:
+        return 0, 1
+    try:
+        return accelerator.process_index, accelerator.num_processes
+    except AttributeError as exc:
+        raise TypeError(
+            f"accelerator must be an accelerate.Accelerator or None, got {accelerator!r}"
+        ) from exc
+
+
 def checked_int(name: str, value: Any, least: int = 1) -> int:
     """``value`` if it is an int of ``least`` or more.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agilerl.llm.prompts import Conversation, PromptEncoder
-from agilerl.llm_envs.base import PromptBatch, PromptSplit, TrainingOrder, checked_int
+from agilerl.llm_envs.base import PromptBatch, PromptSplit, TrainingOrder, checked_int, process_rank
 from agilerl.llm_envs.rewards import RewardFunction, RewardPool
 from agilerl.typing import ReasoningPrompts
 
@@ -96,7 +96,7 @@ class ReasoningGym:
         self.tokenizer = _check_padding(tokenizer)
         self._train = PromptSplit("train_dataset", train_dataset, encoder, max_context_length)
         self._test = PromptSplit("test_dataset", test_dataset, encoder, max_context_length)
-        rank, ranks = _rank(accelerator)
+        rank, ranks = process_rank(accelerator)
         self._order = TrainingOrder(len(self._train), data_batch_size_per_gpu, seed, rank, ranks)
         # Equal shares would leave test rows out or score some twice.
         self._test_rows = list(range(len(self._test)))[rank::ranks]
@@ -255,18 +255,6 @@ def _check_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
             "tokenizer.pad_token = tokenizer.eos_token"
         )
     return tokenizer
-
-
-def _rank(accelerator: Any) -> tuple[int, int]:
-    """Which of how many processes this one is."""
-    if accelerator is None:
-        return 0, 1
-    try:
-        return accelerator.process_index, accelerator.num_processes
-    except AttributeError as exc:
-        raise TypeError(
-            f"accelerator must be an accelerate.Accelerator or None, got {accelerator!r}"
-        ) from exc
 
 
 def _check_completions(completion_ids: Any, prompts: list[ReasoningPrompts]) -> int:

@@ -142,7 +142,7 @@ class FakeAgent:
 
     def sampling_config(self, training: bool = True) -> SamplingConfig:
         return SamplingConfig(
-            max_new_tokens=2, max_model_len=4, eos_token_ids=(EOS,), pad_token_id=PAD
+            max_new_tokens=2, max_model_len=64, eos_token_ids=(EOS,), pad_token_id=PAD
         )
 
     def get_action(self, obs: list[dict[str, Any]], training: bool = True) -> ActionResult:
