@@ -52,7 +52,7 @@ def atomic_directory(path: Path, marker: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if lock is not None:
-            os.close(lock)
+            unlock_directory(lock)
 
 
 def complete_directory(path: Path, marker: str) -> Path:
@@ -129,23 +129,45 @@ def _remove_leftovers(path: Path, marker: str) -> None:
         lock = _lock(leftover)
         if lock is not None:
             shutil.rmtree(leftover, ignore_errors=True)
-            os.close(lock)
+            unlock_directory(lock)
     if (path / marker).is_file():
         shutil.rmtree(_previous(path), ignore_errors=True)
 
 
-def _lock(folder: Path) -> int | None:
-    """Lock a directory while the returned descriptor is open; None where it is locked or gone."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
+def lock_directory(folder: Path) -> int:
+    """Lock a directory until :func:`unlock_directory`, or until the process is gone.
+
+    The lock holds against other processes and against other calls in this one; the kernel releases
+    it however the process ends.
+
+    Returns:
+        What ``unlock_directory`` takes.
+
+    Raises:
+        BlockingIOError: If it is locked.
+        OSError: If it does not exist, or lies on a file system without locks for directories.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        return None
+        raise
     return descriptor
+
+
+def unlock_directory(descriptor: int) -> None:
+    """Release a lock; closing alone would leave it to forked children that live on."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a directory; None where it is locked, gone or cannot be."""
+    try:
+        return lock_directory(folder)
+    except OSError:
+        return None
 
 
 def _previous(path: Path) -> Path:

@@ -10,8 +10,9 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from agilerl.llm.atomic_directory import lock_directory, unlock_directory
 from agilerl.training.protocols import Agent
 
 logger = logging.getLogger(__name__)
@@ -28,22 +29,39 @@ _RUN_ENTRIES = (
 
 
 class RunDirectory:
-    """Where one run writes.
+    """Where one run writes; a context, in which no other run can write there.
 
     Args:
         name: Name of the run, see :func:`run_name`.
         path: The folder; ``runs/<name>`` when None. What an earlier run left there is moved to
             ``earlier_run_1`` (2, 3, ...) inside it, never overwritten.
+
+    Raises:
+        RuntimeError: If a living run, in whatever process, writes to ``path``.
     """
 
     def __init__(self, name: str, path: str | Path | None = None) -> None:
         self.name = name
-        if path is None:
-            self.path = _make_unused(Path("runs") / name)
-        else:
-            self.path = Path(path)
-            self.path.mkdir(parents=True, exist_ok=True)
+        self.path = _make_unused(Path("runs") / name) if path is None else Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock_for_a_run(self.path)
+        try:
             _move_earlier_run(self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other runs have the directory."""
+        if self._lock is not None:
+            unlock_directory(self._lock)
+            self._lock = None
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.json``; values that JSON does not know are written as their text."""
@@ -98,6 +116,21 @@ def _make_unused(path: Path) -> Path:
         except FileExistsError:
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")
+
+
+def _lock_for_a_run(path: Path) -> int | None:
+    try:
+        return lock_directory(path)
+    except BlockingIOError:
+        raise RuntimeError(
+            f"checkpoint_path={str(path)!r} belongs to a run that is still going on, and two runs "
+            "would mix their files: wait for it or stop it, or choose another checkpoint_path."
+        ) from None
+    except OSError as error:
+        logger.warning(
+            "%s cannot be locked (%s): see to it that no other run writes there", path, error
+        )
+        return None
 
 
 def _move_earlier_run(path: Path) -> None:

@@ -64,7 +64,7 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
 
     The run directory is ``checkpoint_path``, or ``runs/<ALGO>-<environment>-<date>-<time>``. It
     holds ``metrics.csv``, ``completions.jsonl`` and ``config.json``; what an earlier run left there
-    is moved aside, not overwritten.
+    is moved aside, not overwritten. Two runs cannot have the same one at the same time.
 
     Args:
         pop: Agents, with different ``index``. Their ``fitness`` grows by one entry per evaluation,
@@ -103,6 +103,7 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
             prompt, of either split, that is too long for the context of an agent.
         TypeError: For values of the wrong type.
         NotImplementedError: For arguments that are not supported yet.
+        RuntimeError: If a run that is still going on, in whatever process, has this directory.
         ImportError: If TensorBoard or W&B is asked for and not installed.
     """
     arguments.check_population(pop)
@@ -147,19 +148,19 @@ def _run(
     """Open the run directory and its logs, run the loop, close the logs."""
     name = run_name(agents, env_name)
     check_elite_outside(options.elite_path, Path(options.checkpoint_path or Path("runs") / name))
-    directory = RunDirectory(name, options.checkpoint_path)
-    config = _config(agents, options, name, env_name)
-    directory.write_config(config)
-    log = RunLog(directory.path, name, options, config, total)
-    failed = True
-    try:
-        logger.info("Run directory: %s", directory.path)
-        if options.verbose:
-            log.say(f"Run directory: {directory.path}")
-        TrainingLoop(agents, collectors, options, directory, log).run()
-        failed = False
-    finally:
-        log.close(failed)
+    with RunDirectory(name, options.checkpoint_path) as directory:
+        config = _config(agents, options, name, env_name)
+        directory.write_config(config)
+        log = RunLog(directory.path, name, options, config, total)
+        failed = True
+        try:
+            logger.info("Run directory: %s", directory.path)
+            if options.verbose:
+                log.say(f"Run directory: {directory.path}")
+            TrainingLoop(agents, collectors, options, directory, log).run()
+            failed = False
+        finally:
+            log.close(failed)
 
 
 def _total_prompts(options: LoopOptions, rows: int, agents_per_env: int) -> int:

@@ -16,6 +16,7 @@ import pytest
 from training_fakes import FakeAgent, FakeGym
 
 from agilerl.training.interrupts import GracefulStop
+from agilerl.training.run_directory import RunDirectory
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 HERE = Path(__file__).parent
@@ -189,6 +190,7 @@ def start(code: str) -> subprocess.Popen[str]:
 SLOW_RUN = """
 import time
 from training_fakes import FakeAgent, FakeGym
+from agilerl.training.run_directory import RunDirectory
 from agilerl.training.train_llm import finetune_llm_reasoning
 def learn(agent):
     print("learning", len(agent.learned), flush=True)
@@ -215,10 +217,51 @@ def test_sigterm_to_a_real_process(tmp_path: Path) -> None:
     assert (tmp_path / "c/iteration_00000002/run_state.json").is_file()
 
 
+def test_a_living_run_keeps_its_directory_and_a_killed_one_gives_it_up(tmp_path: Path) -> None:
+    process = start(SLOW_RUN)
+    assert process.stdout is not None
+    while "learning 1" not in process.stdout.readline():
+        pass
+    before = sorted(entry.name for entry in (tmp_path / "c").iterdir())
+    with pytest.raises(RuntimeError, match=r"checkpoint_path='c' .*choose another checkpoint_path"):
+        train([FakeAgent()], max_steps=2, checkpoint_path="c")
+    assert sorted(entry.name for entry in (tmp_path / "c").iterdir()) == before
+    train([FakeAgent()], max_steps=2, checkpoint_path="other")
+    process.kill()
+    process.communicate()
+    train([FakeAgent()], max_steps=2, checkpoint_path="c")
+    assert children(tmp_path / "c") == ["earlier_run_1"]
+
+
+def test_a_run_inside_a_run_is_refused_its_directory() -> None:
+    def learn(agent: FakeAgent) -> None:
+        train([FakeAgent()], max_steps=2, checkpoint_path="c")
+
+    with pytest.raises(RuntimeError, match="a run that is still going on"):
+        train([FakeAgent(on_learn=learn)], max_steps=2, checkpoint_path="c")
+    # Neither the end nor an exception leaves the lock behind.
+    train([FakeAgent()], max_steps=2, checkpoint_path="c")
+    train([FakeAgent()], max_steps=2, checkpoint_path="c")
+
+
+def test_a_forked_child_does_not_keep_the_directory() -> None:
+    with RunDirectory("run", "c"):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        RunDirectory("run", "c").close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_a_kill_while_saving_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     code = """
 import time
 from training_fakes import FakeAgent, FakeGym
+from agilerl.training.run_directory import RunDirectory
 from agilerl.training.train_llm import finetune_llm_reasoning
 def save(agent):
     print("saving", len(agent.learned), flush=True)
