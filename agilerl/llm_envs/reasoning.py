@@ -143,7 +143,9 @@ class ReasoningGym:
         return self._train.lengths() + self._test.lengths()
 
     def reset(self, reset_dataloaders: bool = False) -> list[ReasoningPrompts]:
-        """Hand out the next training batch; in ``eval_mode`` the first test batch.
+        """Hand out the training batch that waits; in ``eval_mode`` the first test batch.
+
+        Only ``step`` goes on to the next batch: one that is not scored yet is handed out again.
 
         Args:
             reset_dataloaders: Go back to the first training batch of the first epoch.
@@ -152,8 +154,6 @@ class ReasoningGym:
             self._test_offset = 0
         elif reset_dataloaders:
             self._order.rewind()
-        elif self._current is not None:
-            self._order.advance()
         return self._hand_out()
 
     def step(self, completion_ids: Sequence[torch.Tensor]) -> tuple[Any, ...]:

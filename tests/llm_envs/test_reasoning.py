@@ -199,14 +199,37 @@ def test_the_order_is_given_by_the_seed(make_env: MakeEnv) -> None:
     assert walk(make_env(), 6) != walk(make_env(seed=43), 6)
 
 
-def test_reset_goes_on_and_reset_dataloaders_goes_back(make_env: MakeEnv) -> None:
-    expected = walk(make_env(), 4)
+@pytest.mark.parametrize("done", range(8))
+def test_reset_hands_out_a_waiting_batch_again(make_env: MakeEnv, done: int) -> None:
+    expected = walk(make_env(), 9)
     env = make_env()
-    seen = []
-    for _ in range(4):
+    walk(env, done)
+    before = env.state_dict(), env.num_epochs
+    for _ in range(3):
         env.reset()
-        seen.append(env.questions)
-    assert seen == expected
+        assert env.questions == expected[done]
+    assert (env.state_dict(), env.num_epochs) == before
+    assert walk(env, 9 - done) == expected[done:]
+
+
+def test_reset_hands_out_a_batch_again_whose_scoring_failed(make_env: MakeEnv) -> None:
+    answers = iter(["not a number"])
+
+    def reward_fn(completion: str, answer: str, question: str) -> Any:
+        return next(answers, 0.0)
+
+    env = make_env(reward_fn=reward_fn)
+    prompts, questions = env.reset(), env.questions
+    with pytest.raises(TypeError, match="not a number"):
+        env.step(blank(prompts))
+    env.reset()
+    assert env.questions == questions
+
+
+def test_reset_dataloaders_goes_back(make_env: MakeEnv) -> None:
+    expected = walk(make_env(), 1)
+    env = make_env()
+    walk(env, 4)
     assert env.num_epochs == 1
     env.reset(reset_dataloaders=True)
     assert env.questions == expected[0]

@@ -94,6 +94,14 @@ def test_steps_go_on_in_a_second_call() -> None:
     assert agent.steps == [0, 0, 2, 2, 4]
 
 
+def test_a_second_call_goes_on_with_the_batch_that_waited() -> None:
+    agent, env = FakeAgent(), FakeGym(rows=6)
+    train([agent], env, num_epochs=1)
+    train([agent], env, num_epochs=1)
+    assert env.seen == [[0, 1], [2, 3], [4, 5]] * 2 + [[0, 1]]
+    assert len(agent.learned) == 6
+
+
 @pytest.mark.parametrize(("epochs", "iterations"), [(1, 3), (2, 6)])
 def test_num_epochs_counts_passes_of_this_call(epochs: int, iterations: int) -> None:
     agent, env = FakeAgent(), FakeGym()

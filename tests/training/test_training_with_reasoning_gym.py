@@ -196,3 +196,28 @@ def test_a_prompt_too_long_for_an_agent_is_refused_at_the_start(
     assert "max_context_length of ReasoningGym (at most 39)" in str(e.value)
     assert not list(tmp_path.iterdir())
     finetune_llm_reasoning(pop[1:], gym(**questions), **arguments_of_run)
+
+
+@pytest.mark.parametrize("bounds", [{"num_epochs": 1}, {"max_steps": 1}])
+def test_two_calls_consume_what_a_longer_one_would(
+    bounds: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def trained_on(calls: list[dict[str, int]]) -> list[str]:
+        scored: list[str] = []
+        env = ReasoningGym(
+            rows("train", [""] * 5),
+            rows("test", [""]),
+            TOKENIZER,
+            lambda completion, answer, question: scored.append(question) or 0.0,
+            [{"role": "user", "content": "{question}"}],
+            data_batch_size_per_gpu=2,
+            reward_workers=1,
+        )
+        for call in calls:
+            finetune_llm_reasoning([WritingAgent()], env, **call, verbose=False)
+        return [question for question in scored if question.startswith("train")]
+
+    once = {name: 2 * bound + (name == "max_steps") for name, bound in bounds.items()}
+    assert trained_on([bounds, bounds]) == trained_on([once])

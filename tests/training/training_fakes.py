@@ -23,7 +23,10 @@ EOS, PAD = 1, 0
 
 
 class FakeGym:
-    """Obeys ``ReasoningGym``: batches in order; an evaluation restores the training position."""
+    """Obeys ``ReasoningGym``: batches in order, an unscored one is handed out again.
+
+    An evaluation restores the training position.
+    """
 
     def __init__(
         self,
@@ -62,14 +65,17 @@ class FakeGym:
     def reset(self) -> list[dict[str, Any]]:
         if self.evaluating:
             self.pending = list(range(self.test_rows))
-        else:
-            if self.position >= self.rows:
-                self.position = 0
-                self.num_epochs += 1
-            self.pending = list(range(self.rows))[self.position : self.position + self.batch_size]
-            self.position += self.batch_size
-            self.seen.append(self.pending)
+        elif not self.pending:
+            self._draw()
         return self._prompts()
+
+    def _draw(self) -> None:
+        if self.position >= self.rows:
+            self.position = 0
+            self.num_epochs += 1
+        self.pending = list(range(self.rows))[self.position : self.position + self.batch_size]
+        self.position += self.batch_size
+        self.seen.append(self.pending)
 
     def step(self, completion_ids: list[torch.Tensor]) -> tuple[Any, ...]:
         assert len(completion_ids) == len(self.pending)
@@ -87,7 +93,8 @@ class FakeGym:
         if self.evaluating:
             self.pending = []
         else:
-            following = self.reset()
+            self._draw()
+            following = self._prompts()
         if self.return_raw_completions:
             return following, rewards, self.last_completions
         return following, rewards
