@@ -283,6 +283,8 @@ class Policy:
         if rows is None:
             rows = torch.arange(len(batch), device=batch.token_ids.device)
         result = torch.zeros(batch.action_mask.shape, device=batch.token_ids.device)
+        if len(rows) == 0:
+            return result
         with self.active(role):
             for part in rows.split(config.micro_batch_size):
                 chosen = batch.select(part)

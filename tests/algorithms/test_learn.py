@@ -181,3 +181,13 @@ def test_without_a_reference_adapter_it_warns_once(caplog: pytest.LogCaptureFixt
         agent.set_reference_policy(tracker)
     assert caplog.text.count("the reference policy stays the base model") == 1
     assert agent.policy.roles == ["actor"] and torch.equal(weights(agent), before)
+
+
+def test_groups_without_variance_over_several_mini_batches_change_nothing() -> None:
+    agent = make_agent(beta=0.0, batch_size=4, update_epochs=2)
+    before = weights(agent)
+    ids, masks = fixed_rollouts()
+    metrics = agent.learn((ids, masks, torch.ones(len(ids))))
+    assert torch.equal(weights(agent), before)
+    assert metrics["mean_loss"] == 0.0
+    assert metrics["grad_norm"] == 0.0

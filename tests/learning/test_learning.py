@@ -10,27 +10,28 @@ from agilerl.llm_envs import ReasoningGym
 from agilerl.testing import (
     SPELL_BACKWARD_CONVERSATION,
     load_bundled_model,
+    spell_backward_correct,
     spell_backward_datasets,
-    spell_backward_reward,
 )
 
-ITERATIONS = 14
-ENDS = 4  # iterations averaged at either end
+ITERATIONS = 40
+HELD_OUT = 150
 
 
 def train(
     agent_class: type[GRPO], clip_coef: object, *, shuffle: bool = False
 ) -> tuple[float, float]:
-    """Mean sampled reward over the first and over the last few iterations."""
+    """Share of right answers to held-out questions, sampled, before and after training."""
     model, tokenizer = load_bundled_model()
-    train_set, test_set = spell_backward_datasets(train_size=512, test_size=8)
+    train_set, test_set = spell_backward_datasets(train_size=16 * ITERATIONS, test_size=HELD_OUT)
     env = ReasoningGym(
         train_dataset=train_set,
         test_dataset=test_set,
         tokenizer=tokenizer,
-        reward_fn=spell_backward_reward,
+        reward_fn=spell_backward_correct,
         conversation_template=SPELL_BACKWARD_CONVERSATION,
         data_batch_size_per_gpu=16,
+        eval_batch_size=HELD_OUT,
     )
     agent = agent_class(
         actor_network=model,
@@ -48,20 +49,26 @@ def train(
         max_output_tokens=10,
         gradient_checkpointing=False,
     )
+    before = sampled_accuracy(agent, env)
     rng = torch.Generator().manual_seed(0)
-    means = []
     prompts = env.reset()
     for _ in range(ITERATIONS):
         ids, masks = agent.get_action(prompts)
         prompts, rewards = env.step(ids)
-        means.append(float(rewards.mean()))
         if shuffle:
-            rewards = rewards.flatten()[torch.randperm(rewards.numel(), generator=rng)].view_as(
-                rewards
-            )
+            order = torch.randperm(rewards.numel(), generator=rng)
+            rewards = rewards.flatten()[order].view_as(rewards)
         agent.learn((ids, masks, rewards))
+    after = sampled_accuracy(agent, env)
     env.close()
-    return sum(means[:ENDS]) / ENDS, sum(means[-ENDS:]) / ENDS
+    return before, after
+
+
+def sampled_accuracy(agent: GRPO, env: ReasoningGym) -> float:
+    """Mean over eight samples per held-out question: far less noisy than one greedy answer."""
+    with env.eval_mode():
+        result = agent.get_action(env.reset())
+        return float(env.step(result.completion_ids)[1].mean())
 
 
 @pytest.mark.parametrize(
@@ -69,9 +76,9 @@ def train(
 )
 def test_reward_rises(agent_class: type[GRPO], clip_coef: object) -> None:
     before, after = train(agent_class, clip_coef)
-    assert after > before + 0.05
+    assert after > before + 0.03
 
 
 def test_shuffled_rewards_teach_nothing() -> None:
     before, after = train(GRPO, 0.2, shuffle=True)
-    assert after < before + 0.025
+    assert after < before + 0.02
