@@ -47,7 +47,7 @@ def atomic_directory(path: Path, marker: str) -> Iterator[Path]:
     lock = _lock(temporary)
     try:
         yield temporary
-        _sync(temporary)
+        sync_tree(temporary)
         _replace(path, temporary, marker)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -94,7 +94,7 @@ def move_aside(path: Path, marker: str) -> Path:
     while (place := path.with_name(f"{path.name}.earlier_{number}")).exists():
         number += 1
     held.rename(place)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
     return place
 
 
@@ -105,7 +105,7 @@ def _replace(path: Path, temporary: Path, marker: str) -> None:
             shutil.rmtree(previous)
         path.rename(previous)
     temporary.rename(path)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 
@@ -174,16 +174,17 @@ def _previous(path: Path) -> Path:
     return path.with_name(f".{path.name}.previous")
 
 
-def _sync(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     """Flush every file and directory below ``folder`` to disk."""
     for root, _, files in os.walk(folder):
         for name in files:
             with open(os.path.join(root, name), "rb") as file:
                 os.fsync(file.fileno())
-        _sync_directory(Path(root))
+        sync_directory(Path(root))
 
 
-def _sync_directory(folder: Path) -> None:
+def sync_directory(folder: Path) -> None:
+    """Flush a directory's entries, a rename in it for instance, to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

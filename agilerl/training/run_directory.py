@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import time
@@ -12,7 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from agilerl.llm.atomic_directory import lock_directory, unlock_directory
+from agilerl.llm.atomic_directory import (
+    lock_directory,
+    sync_directory,
+    sync_tree,
+    unlock_directory,
+)
 from agilerl.training.protocols import Agent
 
 logger = logging.getLogger(__name__)
@@ -88,14 +92,14 @@ class RunDirectory:
             for agent in agents:
                 agent.save_checkpoint(partial / f"agent_{agent.index}")
             _write_json(partial / "run_state.json", run_state)
-            _sync_tree(partial)
+            sync_tree(partial)
             partial.rename(target)
             for agent in agents:  # what the agent noted is the name before the rename
                 agent.last_checkpoint = str(target / f"agent_{agent.index}")
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        _sync(self.path)
+        sync_directory(self.path)
         return target
 
 
@@ -154,20 +158,3 @@ def _move_earlier_run(path: Path) -> None:
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=2, default=str, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-
-
-def _sync_tree(folder: Path) -> None:
-    """Force all of a folder to disk, so that a power cut after the rename finds it whole."""
-    for entry in folder.rglob("*"):
-        _sync(entry)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    if os.name == "nt":
-        return  # Windows syncs neither folders nor files opened for reading.
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
