@@ -1,0 +1,159 @@
+r"""The exact text a chat template puts around turns, and its token ids.
+
+With ChatML, a first observation ``Guess.``, the answer ``5`` and the next observation ``Higher.``::
+
+    open     "<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n"
+    sampled  "5<|im_end|>"
+    follow   "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
+    ... after an answer that was cut off before its end, with the "<|im_end|>" in front
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from agilerl.llm.prompts import has_chat_template, render_conversation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+# Stands in for an answer where only what follows the answer is wanted.
+_MARK = "ANSWER-7f3a"
+
+
+class TurnBoundary:
+    """Writes the turns of one conversation at a time.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        apply_chat_template: Use its chat template; False: observations and answers are put one
+            behind the other as they are.
+        system_prompt: First message of every conversation; None: none.
+
+    Raises:
+        ValueError: The chat template refuses the system prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        apply_chat_template: bool = True,
+        system_prompt: str | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        self.has_template = apply_chat_template and has_chat_template(tokenizer)
+        if apply_chat_template and not self.has_template:
+            _warn_no_template()
+        self._first_observation = ""
+        self._opening = self.open("?")[0]  # a template that refuses the roles says so now
+
+    def open(self, observation: str) -> tuple[str, list[int]]:
+        """Begin a conversation.
+
+        Returns:
+            The first prompt, as text and as ids.
+        """
+        self._first_observation = observation
+        if not self.has_template:
+            text = (self.system_prompt or "") + observation
+            # Only here: what starts a text (BOS) is the template's business otherwise.
+            return text, self._tokenize(text, add_special_tokens=True)
+        self._opening = self._render()
+        return self._opening, self._tokenize(self._opening)
+
+    def follow(self, answer: Sequence[int], observation: str) -> tuple[str, list[int]]:
+        """What stands between a sampled answer and the next one.
+
+        The end-of-turn token is left out where the model sampled it already.
+
+        Args:
+            answer: The sampled ids.
+            observation: What the environment says next.
+
+        Returns:
+            Text and ids, up to the next generation prompt.
+
+        Raises:
+            ValueError: The template does not show answers.
+        """
+        text = self._after_answer(answer, observation)
+        ids = self._tokenize_inside(text)
+        last = answer[-1]
+        if ids and ids[0] == last and last in self.tokenizer.all_special_ids:
+            return text.removeprefix(str(self.tokenizer.convert_ids_to_tokens(last))), ids[1:]
+        return text, ids
+
+    def _after_answer(self, answer: Sequence[int], observation: str) -> str:
+        """The text from the end of an answer's content to the next generation prompt.
+
+        Where the template rewrites what came before (it drops earlier reasoning, trims answers,
+        moves the system prompt), the log says so once; the ids that the model saw and sampled are
+        kept all the same.
+        """
+        if not self.has_template:
+            return observation
+        text = self._answer_text(answer)
+        whole = self._render(text, observation)
+        if whole.startswith(self._opening + text):
+            return whole[len(self._opening) + len(text) :]
+        _warn_rewritten(str(self.tokenizer.chat_template))
+        _, found, after = self._render(_MARK, observation).rpartition(_MARK)
+        if not found:
+            raise ValueError(
+                "the tokenizer's chat template leaves answers out of a conversation; use another "
+                "template, or apply_chat_template=False"
+            )
+        return after
+
+    def _render(self, *after: str) -> str:
+        """The conversation up to a generation prompt; ``after``: answer, observation."""
+        messages = []
+        if self.system_prompt is not None:
+            messages.append({"role": "system", "content": self.system_prompt})
+        contents = (self._first_observation, *after)
+        for number, content in enumerate(contents):
+            messages.append({"role": "assistant" if number % 2 else "user", "content": content})
+        return render_conversation(messages, self.tokenizer)
+
+    def _answer_text(self, answer: Sequence[int]) -> str:
+        """The answer as the template's ``content``: without the token that ended it."""
+        ended = len(answer) > 0 and answer[-1] in self.tokenizer.all_special_ids
+        ids = list(answer[:-1] if ended else answer)
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def _tokenize(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return list(
+            self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        )
+
+    def _tokenize_inside(self, text: str) -> list[int]:
+        """Tokenise a text that does not start the sequence: no space may be put before it."""
+        anchor = self.tokenizer.eos_token
+        if not anchor or text.startswith(tuple(self.tokenizer.all_special_tokens)):
+            return self._tokenize(text)
+        ids = self._tokenize(anchor + text)
+        return ids[1:] if ids[0] == self.tokenizer.eos_token_id else self._tokenize(text)
+
+
+@functools.lru_cache(maxsize=1)
+def _warn_no_template() -> None:
+    logger.warning(
+        "The tokenizer has no chat template: observations and answers are put one behind the other "
+        "as they are."
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _warn_rewritten(chat_template: str) -> None:
+    """Once per template (the argument is only the cache's key)."""
+    logger.warning(
+        "The chat template writes earlier turns differently once the conversation goes on (it "
+        "drops reasoning, trims answers or moves the system prompt). The token ids that the model "
+        "saw and sampled are kept as they are."
+    )
