@@ -1,0 +1,255 @@
+"""Calling user code: many calls at a time, each with a time limit, never a hang.
+
+Rewards, environments and tools are called through a :class:`CallPool`. Every batch of calls starts
+a few daemon threads of its own and is done with them when it ends, so a thread that a hung call
+holds can delay neither the next batch nor the exit of the interpreter. Coroutines run on one event
+loop, in a thread that the pool keeps, because clients (HTTP sessions, semaphores) belong to the
+loop that they were first used on.
+
+A thread can be given up, not killed: a call that hangs goes on in the background, and one that
+never lets go of the interpreter lock (a catastrophic regular expression) cannot be timed out.
+``signal.alarm`` works in the main thread only, so libraries that time themselves with it fail here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from agilerl.llm_envs.base import checked_int, finite_number
+
+logger = logging.getLogger(__name__)
+
+_STUCK_LOOP_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """How one call ended."""
+
+    index: int
+    """Its place among the calls given."""
+    value: Any = None
+    """What it returned, or what the awaitable that it returned gave."""
+    error: BaseException | None = None
+    """What it raised instead; a ``TimeoutError`` of ours if it ran out of time."""
+    timed_out: bool = False
+    """It ran out of time, so it may still be running."""
+
+
+class CallPool:
+    """Makes calls in threads, a bounded number at a time, and gives up those over their time.
+
+    Args:
+        timeout: Seconds that one call may take, counted from its own start.
+        workers: Calls that run at the same time, at most.
+        called: What messages and threads call the functions.
+        timeout_name: The argument of the owner that ``timeout`` comes from, for messages.
+        workers_name: The argument of the owner that ``workers`` comes from, for messages.
+
+    Raises:
+        TypeError: An argument of the wrong type.
+        ValueError: An argument out of range.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        workers: int = 1,
+        *,
+        called: str = "function",
+        timeout_name: str = "timeout",
+        workers_name: str = "workers",
+    ) -> None:
+        remedy = "pass the seconds that one call may take, such as 60.0 or 3600.0"
+        self.timeout = finite_number(f"{timeout_name} is", timeout, remedy)
+        if self.timeout <= 0:
+            raise ValueError(f"{timeout_name} is {timeout!r}; {remedy}")
+        self.workers = checked_int(workers_name, workers)
+        self._called = called
+        self._timeout_name = timeout_name
+        self._loop: _LoopThread | None = None
+        self._loop_lock = threading.Lock()
+
+    def run(self, calls: Sequence[Callable[[], Any]]) -> list[CallOutcome]:
+        """Make all calls; their outcomes in the order given. Nothing that a call raises escapes."""
+        with closing(self.as_completed(calls)) as outcomes:
+            return sorted(outcomes, key=lambda outcome: outcome.index)
+
+    def as_completed(
+        self, calls: Sequence[Callable[[], Any]]
+    ) -> Generator[CallOutcome, None, None]:
+        """Outcomes as they come in. Closing the generator drops the calls that have not begun."""
+        batch = _Batch(_Call(index, function) for index, function in enumerate(calls))
+        for _ in range(min(self.workers, len(calls))):
+            self._start_worker(batch)
+        try:
+            left = len(calls)
+            while left:
+                try:
+                    outcomes = [batch.done.get(timeout=batch.seconds_left(self.timeout))]
+                except queue.Empty:
+                    outcomes = [self._give_up(batch, c) for c in batch.pop_overdue(self.timeout)]
+                left -= len(outcomes)
+                yield from outcomes
+        finally:
+            batch.stop()
+
+    def close(self) -> None:
+        """Stop the thread that coroutines run on; later calls start another one."""
+        with self._loop_lock:
+            if self._loop is not None:
+                self._loop.stop()
+                self._loop = None
+
+    def _give_up(self, batch: _Batch, call: _Call) -> CallOutcome:
+        """Leave an overdue call to its thread and put another worker in its place."""
+        if call.future is not None:
+            call.future.cancel()
+            self._replace_stuck_loop()
+        if batch.waiting:
+            self._start_worker(batch)
+        error = TimeoutError(f"no result after {self._timeout_name}={self.timeout:g} s")
+        return CallOutcome(call.index, error=error, timed_out=True)
+
+    def _start_worker(self, batch: _Batch) -> None:
+        threading.Thread(target=self._work, args=(batch,), name=self._called, daemon=True).start()
+
+    def _work(self, batch: _Batch) -> None:
+        """Make calls until none waits, or until the one in hand was given up."""
+        while (call := batch.take()) is not None:
+            value, error = None, None
+            try:
+                value = call.function()
+                if inspect.isawaitable(value):
+                    call.future = self._event_loop().submit(value)
+                    value = call.future.result()
+            # Whatever user code raises, sys.exit() included, belongs to this call.
+            except BaseException as exc:  # noqa: BLE001
+                value, error = None, exc
+            if not batch.finish(call, value, error):
+                return
+
+    def _event_loop(self) -> _LoopThread:
+        with self._loop_lock:
+            if self._loop is None:
+                self._loop = _LoopThread(self._called)
+            return self._loop
+
+    def _replace_stuck_loop(self) -> None:
+        """Forget an event loop that a blocking call inside a coroutine holds up."""
+        with self._loop_lock:
+            if self._loop is not None and not self._loop.answers(_STUCK_LOOP_SECONDS):
+                logger.warning("An async %s blocks its event loop: it has to await.", self._called)
+                self._loop = None
+
+
+@dataclass
+class _Call:
+    """One call to make."""
+
+    index: int
+    function: Callable[[], Any]
+    started: float = 0.0
+    """``time.monotonic()`` when a worker took it."""
+    future: Future[Any] | None = None
+    """What the worker waits for when the function is async."""
+
+
+class _Batch:
+    """Calls made together, shared with their workers: waiting, then running, then done."""
+
+    def __init__(self, calls: Iterable[_Call]) -> None:
+        self.waiting = deque(calls)
+        self.running: dict[int, _Call] = {}
+        self.done: queue.SimpleQueue[CallOutcome] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+
+    def take(self) -> _Call | None:
+        with self._lock:
+            if not self.waiting:
+                return None
+            call = self.waiting.popleft()
+            call.started = time.monotonic()
+            self.running[call.index] = call
+            return call
+
+    def finish(self, call: _Call, value: Any, error: BaseException | None) -> bool:
+        """Hand in a result; False if the call was given up and its worker replaced."""
+        with self._lock:
+            if self.running.pop(call.index, None) is None:
+                return False
+        self.done.put(CallOutcome(call.index, value, error))
+        return True
+
+    def seconds_left(self, timeout: float) -> float:
+        """How long to wait until a call can be over its time."""
+        now = time.monotonic()
+        with self._lock:
+            first = min((call.started for call in self.running.values()), default=now)
+        return min(max(first + timeout - now, 0.0), threading.TIMEOUT_MAX)
+
+    def pop_overdue(self, timeout: float) -> list[_Call]:
+        """Give up the calls that are over their time."""
+        now = time.monotonic()
+        with self._lock:
+            overdue = [c for c in self.running.values() if now - c.started >= timeout]
+            for call in overdue:
+                del self.running[call.index]
+        return overdue
+
+    def stop(self) -> None:
+        """Let workers end after the call in hand, and cancel coroutines."""
+        with self._lock:
+            self.waiting.clear()
+            abandoned = list(self.running.values())
+            self.running.clear()
+        for call in abandoned:
+            if call.future is not None:
+                call.future.cancel()
+
+
+class _LoopThread:
+    """An asyncio event loop in a daemon thread."""
+
+    def __init__(self, called: str) -> None:
+        self._called = called
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name=f"{called}-loop", daemon=True).start()
+
+    def submit(self, awaitable: Awaitable[Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(self._wait_for(awaitable), self._loop)
+
+    def answers(self, seconds: float) -> bool:
+        beat = threading.Event()
+        self._loop.call_soon_threadsafe(beat.set)
+        return beat.wait(seconds)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _wait_for(self, awaitable: Awaitable[Any]) -> Any:
+        try:
+            return await awaitable
+        except (SystemExit, KeyboardInterrupt) as exc:
+            # asyncio lets these two through, which would end the loop for every other call.
+            raise RuntimeError(f"{self._called} raised {exc!r}") from exc
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.close()

@@ -1,0 +1,121 @@
+"""The pool itself; what reward functions add (async, exits, hangs at exit) is in test_rewards.py."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import pytest
+
+from agilerl.llm_envs.calls import CallPool
+
+
+def test_outcomes_come_in_the_order_given() -> None:
+    first_may_end = threading.Event()
+
+    def call(index: int) -> int:
+        if index == 0:
+            assert first_may_end.wait(5)
+        if index == 3:
+            first_may_end.set()
+        return index * 10
+
+    outcomes = CallPool(5.0, workers=2).run([partial(call, i) for i in range(4)])
+    assert [(o.index, o.value, o.error) for o in outcomes] == [(i, i * 10, None) for i in range(4)]
+    assert CallPool(1.0).run([]) == []
+
+
+def test_an_exception_belongs_to_its_call() -> None:
+    def fails() -> None:
+        raise KeyError("x")
+
+    good, bad = CallPool(5.0).run([lambda: 1, fails])
+    assert good.value == 1
+    assert isinstance(bad.error, KeyError)
+    assert bad.value is None
+    assert not bad.timed_out
+
+
+def test_one_worker_runs_one_call_at_a_time_in_order() -> None:
+    seen: list[tuple[int, int]] = []
+    running: list[int] = []
+
+    def call(index: int) -> None:
+        running.append(index)
+        time.sleep(0.002)
+        seen.append((index, len(running)))
+        running.remove(index)
+
+    CallPool(5.0, workers=1).run([partial(call, i) for i in range(10)])
+    assert seen == [(i, 1) for i in range(10)]
+
+
+def test_calls_over_their_time_are_given_up_and_the_rest_is_made() -> None:
+    never = threading.Event()
+    calls = [never.wait, lambda: 1, never.wait, lambda: 2, lambda: 3]
+    outcomes = CallPool(0.1, workers=1, timeout_name="step_timeout").run(calls)
+    assert [o.timed_out for o in outcomes] == [True, False, True, False, False]
+    assert [o.value for o in outcomes] == [None, 1, None, 2, 3]
+    assert isinstance(outcomes[0].error, TimeoutError)
+    assert str(outcomes[0].error) == "no result after step_timeout=0.1 s"
+    never.set()
+
+
+def test_a_late_result_is_dropped() -> None:
+    release, late = threading.Event(), []
+
+    def call() -> str:
+        release.wait()
+        late.append(True)
+        return "late"
+
+    pool = CallPool(0.05)
+    (outcome,) = pool.run([call])
+    assert outcome.timed_out
+    release.set()
+    assert pool.run([lambda: "new"])[0].value == "new"
+    assert outcome.value is None
+
+
+def test_awaitables_are_awaited() -> None:
+    async def call(value: int) -> int:
+        await asyncio.sleep(0.001)
+        return value
+
+    pool = CallPool(5.0, workers=4)
+    assert [o.value for o in pool.run([partial(call, i) for i in range(8)])] == list(range(8))
+    pool.close()
+
+
+def test_closing_the_generator_drops_what_has_not_begun() -> None:
+    started: list[int] = []
+
+    def call(index: int) -> int:
+        started.append(index)
+        time.sleep(0.005)
+        return index
+
+    calls = [partial(call, i) for i in range(100)]
+    with closing(CallPool(5.0, workers=2).as_completed(calls)) as outcomes:
+        next(outcomes)
+    time.sleep(0.05)
+    assert len(started) < 10
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"timeout": 0}, ValueError, "tool_timeout is 0; pass the seconds"),
+        ({"timeout": "60"}, TypeError, "tool_timeout is '60'"),
+        ({"workers": 0}, ValueError, "max_workers must be 1 or more, got 0"),
+        ({"workers": 1.5}, TypeError, "max_workers must be an int"),
+    ],
+)
+def test_bad_arguments(kwargs: dict[str, Any], error: type[Exception], match: str) -> None:
+    names = {"timeout_name": "tool_timeout", "workers_name": "max_workers"}
+    with pytest.raises(error, match=match):
+        CallPool(**{"timeout": 1.0, **names, **kwargs})
