@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agilerl.algorithms.core.arguments import check_arguments, stacklevel_of_caller
-from agilerl.algorithms.core.experience import shape_rewards, stack_sampling_logps
+from agilerl.algorithms.core.experience import (
+    check_trajectory_ids,
+    shape_rewards,
+    stack_sampling_logps,
+)
 from agilerl.algorithms.core.llm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.llm.advantages import compute_advantages
@@ -227,6 +231,8 @@ class GRPO(LLMAlgorithm):
         experiences: ExperiencesType,
         turn_ids: Sequence[torch.Tensor] | torch.Tensor | None = None,
         sampling_logps: Sequence[torch.Tensor | None] | None = None,
+        *,
+        trajectory_ids: Sequence[int] | torch.Tensor | None = None,
     ) -> dict[str, float]:
         """Update the actor on whole groups of completions.
 
@@ -238,6 +244,10 @@ class GRPO(LLMAlgorithm):
             sampling_logps: Per row, the sampler's log-probs of the generated tokens, of the
                 temperature-scaled distribution before top-p, top-k and min-p; corrects for a
                 sampler that differs from the trainer. None: no correction.
+            trajectory_ids: ``(B,)``, the trajectory that each row belongs to, counted from 0 in the
+                order of ``rewards``: an episode whose window slid gives several rows. They share
+                the trajectory's advantage, and "sequence" means count the trajectory once; a
+                ratio at "trajectory" level is pooled over a row. None: one row each.
 
         Returns:
             ``mean_loss``, ``mean_kl`` (nan with ``beta=0``, which spares the reference pass),
@@ -260,9 +270,12 @@ class GRPO(LLMAlgorithm):
                 "action to learn()"
             )
         batch = make_batch(completion_ids, action_masks, turn_ids).to(self.policy.device)
-        returns = shape_rewards(rewards, len(batch), self.group_size).to(self.policy.device)
+        if trajectory_ids is not None:
+            trajectory_ids = check_trajectory_ids(trajectory_ids, len(batch)).to(batch.device)
+        trajectories = len(batch) if trajectory_ids is None else int(trajectory_ids.max()) + 1
+        returns = shape_rewards(rewards, trajectories, self.group_size).to(batch.device)
         advantages = compute_advantages(
-            returns, batch.action_mask, self.advantage_config(), batch.turn_ids
+            returns, batch.action_mask, self.advantage_config(), batch.turn_ids, trajectory_ids
         )
         sampling_logp = None
         if sampling_logps is not None and self.vllm_importance_sampling_correction:
@@ -272,7 +285,7 @@ class GRPO(LLMAlgorithm):
         metrics = run_update(
             self.policy,
             self.engine,
-            Rollouts(batch, advantages, sampling_logp),
+            Rollouts(batch, advantages, sampling_logp, trajectory_ids),
             self.loss_config(),
             self.forward_config(),
             self.update_config(),

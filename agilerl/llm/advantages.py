@@ -94,34 +94,41 @@ def compute_advantages(
     action_mask: torch.Tensor,
     config: AdvantageConfig,
     turn_ids: torch.Tensor | None = None,
+    trajectory_ids: torch.Tensor | None = None,
 ) -> Advantages:
     """Turn the rewards of a batch into per-token advantages.
 
     Args:
-        rewards: ``(B,)`` returns, or ``(B, U)`` per turn, summed at trajectory granularity.
+        rewards: ``(N,)`` returns of the trajectories, or ``(N, U)`` per turn, summed at trajectory
+            granularity.
         action_mask: ``(B, S)`` bool.
         config: Normalisation, granularity, filter, whitening and clipping, applied in that order.
         turn_ids: ``(B, S)`` turn index per action, -1 elsewhere. Turn granularity needs these and
             rewards per turn; without, it falls back to the trajectory, which the log says once.
+        trajectory_ids: ``(B,)`` long, the trajectory that each row belongs to; None: N = B, one row
+            each.
 
     Raises:
         ValueError: If the batch does not consist of whole groups, or a turn has no reward.
     """
     if rewards.shape[0] % config.group_size:
         raise ValueError(
-            f"{rewards.shape[0]} sequences are not whole groups of group_size {config.group_size}; "
+            f"{rewards.shape[0]} sequences are not whole groups of group_size "
+            f"{config.group_size}; "
             "pass every completion of each prompt, contiguously"
         )
+    if trajectory_ids is None:
+        trajectory_ids = torch.arange(len(action_mask), device=action_mask.device)
     returns = rewards if rewards.dim() == 1 else rewards.sum(-1)
     per_turn = config.granularity == "turn"
     if per_turn and (turn_ids is None or rewards.dim() == 1):
         _warn_no_turns()
     if per_turn and turn_ids is not None and rewards.dim() == 2:
-        values = _scatter_turns(rewards, action_mask, turn_ids, config)
+        turns = torch.where(action_mask, turn_ids, -1)
+        values = _scatter_turns(rewards, turns, trajectory_ids, config)
     else:
-        values = group_relative(returns, config.group_size, config.norm)[:, None].expand(
-            action_mask.shape
-        )
+        per_trajectory = group_relative(returns, config.group_size, config.norm)
+        values = per_trajectory[trajectory_ids][:, None].expand(action_mask.shape)
 
     mask = action_mask
     if config.filter_zero:
@@ -169,20 +176,21 @@ def _equal(spread: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
 
 def _scatter_turns(
     rewards: torch.Tensor,
-    action_mask: torch.Tensor,
-    turn_ids: torch.Tensor,
+    turns: torch.Tensor,
+    trajectory_ids: torch.Tensor,
     config: AdvantageConfig,
 ) -> torch.Tensor:
-    """Per-turn advantages ``(B, U)`` spread over the tokens of their turns, ``(B, S)``."""
-    turns = torch.where(action_mask, turn_ids, -1)
+    """Per-turn advantages of ``(N, U)`` rewards spread over the tokens of ``(B, S)`` turns."""
     if int(turns.max()) >= rewards.shape[1]:
         raise ValueError(
             f"turn_ids go up to {int(turns.max())}, but rewards have {rewards.shape[1]} turns: "
             "turns count from 0, one column of rewards each"
         )
-    played = (turns[:, :, None] == torch.arange(rewards.shape[1], device=turns.device)).any(1)
+    in_row = (turns[:, :, None] == torch.arange(rewards.shape[1], device=turns.device)).any(1)
+    rows_with_turn = torch.zeros(rewards.shape, dtype=torch.long, device=turns.device)
+    played = rows_with_turn.index_add(0, trajectory_ids, in_row.long()) > 0
     per_turn = group_relative_per_turn(rewards * played, played, config.group_size, config.norm)
-    return per_turn.gather(1, turns.clamp(min=0))
+    return per_turn[trajectory_ids].gather(1, turns.clamp(min=0))
 
 
 def _whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,11 @@ class Batch:
         return self.token_ids.shape[0]
 
     @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.token_ids.device
+
+    @property
     def targets(self) -> torch.Tensor:
         """``(N,)`` token ids at the action positions, row by row."""
         return self.token_ids[:, 1:][self.action_mask]

@@ -119,7 +119,10 @@ def pooled_log_ratio(
 
 
 def reduction_weights(
-    mask: torch.Tensor, reduction: Reduction, max_output_tokens: int | None = None
+    mask: torch.Tensor,
+    reduction: Reduction,
+    max_output_tokens: int | None = None,
+    row_shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weight of every token in the loss of a mini-batch, so that ``loss = sum(weights * terms)``.
 
@@ -131,15 +134,19 @@ def reduction_weights(
         reduction: ``"sequence"`` mean over sequences of token means; ``"token"`` mean over tokens;
             ``"constant"`` sum / (sequences × ``max_output_tokens``); ``"sum"``.
         max_output_tokens: Tokens; needed for ``"constant"``.
+        row_shares: ``(B,)`` by which a row counts as a sequence: its part of the trained tokens of
+            a trajectory that gave several rows. None: 1.
 
     Returns:
         ``(B, S)`` float64, 0 outside ``mask``.
     """
     weights = mask.to(torch.float64)
     tokens = weights.sum(1, keepdim=True)
-    sequences = (tokens > 0).sum().clamp(min=1)
+    shares = (tokens > 0).to(weights) if row_shares is None else row_shares[:, None].to(weights)
+    sequences = shares.sum()
+    sequences = torch.where(sequences > 0, sequences, 1.0)
     if reduction == "sequence":
-        return weights / tokens.clamp(min=1) / sequences
+        return weights * shares / tokens.clamp(min=1) / sequences
     if reduction == "token":
         return weights / tokens.sum().clamp(min=1)
     if reduction == "constant":

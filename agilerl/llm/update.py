@@ -42,6 +42,16 @@ class Rollouts:
     advantages: Advantages
     sampling_logp: torch.Tensor | None = None
     """``(B, S)`` as the sampler reported; None: no correction."""
+    trajectory_ids: torch.Tensor | None = None
+    """``(B,)`` long: the trajectory of each row; None: one row each."""
+
+    def row_shares(self) -> torch.Tensor | None:
+        """``(B,)`` part of its trajectory's trained tokens in each row; None: all of them."""
+        if self.trajectory_ids is None:
+            return None
+        tokens = self.advantages.mask.sum(1).double()
+        total = torch.zeros_like(tokens).index_add(0, self.trajectory_ids, tokens)
+        return tokens / total[self.trajectory_ids].clamp(min=1)
 
 
 def run_update(
@@ -84,11 +94,12 @@ def run_update(
     if later is not None:
         old_logp = policy.frozen_logprobs(batch, "actor", forward, later[active[later]])
 
+    shares = rollouts.row_shares()
     policy.activate("actor")
     for number, rows in enumerate(mini_batches):
         old = old_logp if number > 0 else None
         step = _Step(
-            policy, engine, rollouts, active, loss, forward, update, old, ref_logp, metrics
+            policy, engine, rollouts, active, loss, forward, update, old, ref_logp, shares, metrics
         )
         try:
             bad_rows = step.run(rows)
@@ -119,6 +130,7 @@ class _Step:
     update: UpdateConfig
     old_logp: torch.Tensor | None
     ref_logp: torch.Tensor | None
+    row_shares: torch.Tensor | None
     metrics: UpdateMetrics
 
     def run(self, rows: torch.Tensor) -> list[int] | None:
@@ -129,7 +141,8 @@ class _Step:
             None if there was nothing to learn from.
         """
         mask = self.rollouts.advantages.mask[rows]
-        weights = reduction_weights(mask, self.loss.reduction, self.loss.max_output_tokens)
+        shares = None if self.row_shares is None else self.row_shares[rows]
+        weights = reduction_weights(mask, self.loss.reduction, self.loss.max_output_tokens, shares)
         chosen = self.active[rows].nonzero().squeeze(1)
         if chosen.numel() == 0:
             self.metrics.losses.append(0.0)

@@ -191,3 +191,42 @@ def test_groups_without_variance_over_several_mini_batches_change_nothing() -> N
     assert torch.equal(weights(agent), before)
     assert metrics["mean_loss"] == 0.0
     assert metrics["grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize("reduction", ["sequence", "token", "constant"])
+@pytest.mark.parametrize("granularity", ["trajectory", "turn"])
+def test_an_episode_in_several_rows_moves_the_weights_like_one_row(
+    reduction: str, granularity: str
+) -> None:
+    """The second row of episode 1 trains its turn 1 in the same context as the whole row does."""
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10], [5, 6, 11, 8, 12, 13]])
+    turns = torch.tensor([[-1, 0, 0, -1, 1], [-1, 0, -1, 1, 1]])
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
+    split_ids = torch.stack([ids[0], ids[1], ids[1]])
+    split_turns = torch.tensor([[-1, 0, 0, -1, 1], [-1, 0, -1, -1, -1], [-1, -1, -1, 1, 1]])
+
+    def trained(ids: torch.Tensor, turns: torch.Tensor, **extra: Any) -> torch.Tensor:
+        agent = make_agent(
+            group_size=2,
+            batch_size=8,
+            update_epochs=1,
+            advantage_granularity=granularity,
+            loss_reduction=reduction,
+            beta=0.0,
+            max_grad_norm=1e9,
+        )
+        randomise(agent)
+        agent.learn((ids, turns >= 0, rewards), turn_ids=turns, **extra)
+        return torch.cat([p.flatten() for p in agent.policy.parameters().values()]).detach()
+
+    whole = trained(ids, turns)
+    split = trained(split_ids, split_turns, trajectory_ids=[0, 1, 1])
+    assert (whole - split).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("ids", [[0, 1], [0, 2, 2], [1, 1, 2], [0.0, 1.0, 1.0], [[0, 1, 1]]])
+def test_bad_trajectory_ids(ids: Any) -> None:
+    agent = make_agent(group_size=2)
+    rows = torch.tensor([[5, 6, 7]] * 3)
+    with pytest.raises(ValueError, match="trajectory_ids is"):
+        agent.learn((rows, rows[:, 1:] > 6, [1.0, 0.0]), trajectory_ids=ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,21 @@ def test_turn_advantages_land_on_the_tokens_of_their_turns() -> None:
         [-1.0, -1.0, 1.0, 0.0, 0.0],
         [1.0, 0.0, 0.0, 0.0, 0.0],
     ]
+
+
+def test_rows_of_one_trajectory_share_its_advantage() -> None:
+    """Trajectory 1 gave two rows: its turn 0 in one, its turn 1 in the other."""
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 5.0]])
+    trajectory_ids = torch.tensor([0, 1, 1])
+    turn_ids = torch.tensor([[0, 1, 1], [0, 0, -1], [-1, -1, 1]])
+    config = AdvantageConfig(2, norm="mean_only")
+    made = compute_advantages(rewards, turn_ids >= 0, config, turn_ids, trajectory_ids)
+    # Returns 1 and 5.
+    assert made.values.tolist() == [[-2.0, -2.0, -2.0], [2.0, 2.0, 0.0], [0.0, 0.0, 2.0]]
+
+    by_turn = replace(config, granularity="turn")
+    made = compute_advantages(rewards, turn_ids >= 0, by_turn, turn_ids, trajectory_ids)
+    assert made.values.tolist() == [[0.5, -2.5, -2.5], [-0.5, -0.5, 0.0], [0.0, 0.0, 2.5]]
 
 
 def test_one_turn_is_the_trajectory() -> None:

@@ -361,3 +361,17 @@ def test_settings_that_need_another_input_say_so() -> None:
         evaluate(config(ratio_level="turn"))
     with pytest.raises(ValueError, match="max_output_tokens"):
         reduction_weights(MASK, "constant")
+
+
+def test_rows_of_one_trajectory_count_as_one_sequence() -> None:
+    """Four tokens in one row weigh what they weigh in two rows of three and one."""
+    one = torch.tensor([[True] * 4, [True, True, False, False]])
+    two = torch.tensor(
+        [[True, True, True, False], [False, False, False, True], [True, True, False, False]]
+    )
+    shares = torch.tensor([0.75, 0.25, 1.0])
+    for reduction in ("sequence", "token", "constant", "sum"):
+        plain = reduction_weights(one, reduction, 8)
+        split = reduction_weights(two, reduction, 8, shares)
+        assert torch.equal(split[0] + split[1], plain[0]), reduction
+        assert torch.equal(split[2], plain[1]), reduction

@@ -44,6 +44,22 @@ def shape_rewards(rewards: Any, rows: int, group_size: int) -> torch.Tensor:
     return rewards
 
 
+def check_trajectory_ids(trajectory_ids: Any, rows: int) -> torch.Tensor:
+    """The trajectory of each row, ``(B,)`` long.
+
+    Raises:
+        ValueError: Unless there is one number per row and every trajectory from 0 on has a row.
+    """
+    ids = torch.as_tensor(trajectory_ids)
+    counted = ids.unique() if ids.dim() == 1 and not ids.is_floating_point() else None
+    if counted is None or len(ids) != rows or counted.tolist() != list(range(len(counted))):
+        raise ValueError(
+            f"trajectory_ids is {ids.tolist()}; pass one number per row ({rows}), counting the "
+            "trajectories from 0 without gaps"
+        )
+    return ids.long()
+
+
 def stack_sampling_logps(
     rows: Sequence[torch.Tensor | None], action_mask: torch.Tensor, own: torch.Tensor | None
 ) -> torch.Tensor:
