@@ -2,19 +2,30 @@
 
 * :class:`ReasoningGym`: one answer per question, from a dataset and a reward function.
 * :class:`TokenObservationWrapper`: a text environment over several turns, as token ids.
+* :class:`SyncMultiTurnVecEnv`: many of these at a time, in threads; yields :class:`Episodes`.
 * :class:`RewardPool`: runs a reward function, sync or async, concurrently and with a time limit.
 """
 
 from __future__ import annotations
 
+from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.reasoning import ReasoningGym
 from agilerl.llm_envs.rewards import RewardError, RewardFunction, RewardPool
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
+from agilerl.llm_envs.vector import (
+    EVALUATION_SEED_START,
+    EnvironmentFailure,
+    SyncMultiTurnVecEnv,
+)
 
 __all__ = [
+    "EVALUATION_SEED_START",
+    "EnvironmentFailure",
+    "Episodes",
     "ReasoningGym",
     "RewardError",
     "RewardFunction",
     "RewardPool",
+    "SyncMultiTurnVecEnv",
     "TokenObservationWrapper",
 ]

@@ -1,0 +1,227 @@
+"""What a batch of multi-turn episodes yields, and the record of one episode under way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from agilerl.llm_envs.base import finite_number, shorten
+from agilerl.typing import ReasoningPrompts
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """N finished episodes of at most U turns, as B training rows.
+
+    Two episodes, U = 2. The first has two turns in one row: prompt 1 2, answer 3, feedback 4,
+    answer 5. The second one's window slid, so its turns are trained in a row each, in the context
+    that each was sampled in::
+
+        token_ids       [[[1, 2, 3, 4, 5]],  [[1, 2, 6, 0], [1, 2, 7, 8]]]
+        action_masks    [[[F, T, F, T]],     [[F, T, F],    [F, T, T]]]
+        turn_ids        [[[-, 0, -, 1]],     [[-, 0, -],    [-, 1, 1]]]        - is -1
+        sampling_logps  [ [-.2, -.1],         [-.3],        [-.5, -.4] ]       one per row
+        trajectory_ids  [ 0,                  1,             1 ]
+        rewards         [[0, 1],             [0, 0]]
+        turns           [2, 2]
+    """
+
+    token_ids: list[torch.Tensor]
+    """Per episode ``(R, T)`` long, right-padded; R is 1 unless a window slid."""
+    action_masks: list[torch.Tensor]
+    """Per episode ``(R, T - 1)`` bool: True where position s predicts a sampled token."""
+    turn_ids: list[torch.Tensor]
+    """Per episode ``(R, T - 1)`` long: the turn of each action, -1 elsewhere."""
+    rewards: torch.Tensor
+    """``(N, U)`` float32, 0 for turns that were not played."""
+    sampling_logps: list[torch.Tensor | None] | None
+    """Per row the sampler's log-probs of its actions, flat, in their order; None for a row with a
+    turn that has none, None altogether if no turn has."""
+    trajectory_ids: torch.Tensor
+    """``(B,)`` long: the episode of each row."""
+    turns: torch.Tensor
+    """``(N,)`` long: answers given; 0 where the environment failed before the first."""
+    truncated: torch.Tensor
+    """``(N,)`` bool: cut off by the environment or by ``max_turns``."""
+    failed: torch.Tensor
+    """``(N,)`` bool: ended by an exception or a time-out of the environment."""
+    first_prompts: list[str]
+    """The text of each first prompt; empty where ``reset`` failed."""
+    transcripts: list[str]
+    """What followed it, for logs; empty for environments without a ``transcript``."""
+    generated_tokens: int
+    """Tokens that were sampled in all."""
+    generation_seconds: float
+    """Time between prompts and answers."""
+    environment_seconds: float
+    """Time in resets and steps."""
+
+    @property
+    def returns(self) -> torch.Tensor:
+        """``(N,)`` float32: the sum of each episode's rewards."""
+        return self.rewards.sum(1)
+
+
+def _no_rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One row without prompt and actions, which trains nothing."""
+    no_action = torch.zeros(1, 1, dtype=torch.bool)
+    return torch.zeros(1, 2, dtype=torch.long), no_action, torch.full((1, 1), -1)
+
+
+@dataclass
+class Episode:
+    """One episode under way. What an environment returns is checked here.
+
+    ``start``, ``advance`` and ``finish`` raise TypeError or ValueError for values that no
+    environment may return; the caller then calls ``fail``.
+    """
+
+    seed: int
+    prompt: ReasoningPrompts | None = None
+    """The prompt to answer next; None when the episode is over."""
+    first_prompt: str = ""
+    turns: int = 0
+    rewards: list[float] = field(default_factory=list)
+    logps: list[torch.Tensor | None] = field(default_factory=list)
+    """The sampler's log-probs, one entry per turn."""
+    generated_tokens: int = 0
+    truncated: bool = False
+    failed: bool = False
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(default_factory=_no_rows)
+    turns_planned: int = 0
+    """``max_turns`` of the environment."""
+    transcript: str = ""
+
+    def start(self, outcome: Any) -> None:
+        """Take what ``reset`` returned."""
+        if not isinstance(outcome, tuple | list) or len(outcome) != 2:
+            raise TypeError(f"reset must return (prompt, info), got {shorten(outcome)}")
+        self.prompt = _checked_prompt("reset", outcome[0])
+        self.first_prompt = str(self.prompt.get("text", ""))
+
+    def act(self, completion_ids: torch.Tensor, logps: torch.Tensor | None) -> None:
+        """Note the answer to the prompt: ``(1, T)`` ids, prompt included."""
+        assert self.prompt is not None
+        self.turns += 1
+        self.generated_tokens += completion_ids.shape[1] - self.prompt["input_ids"].shape[1]
+        self.logps.append(None if logps is None else logps.detach().cpu().reshape(-1))
+
+    def advance(self, outcome: Any, max_turns: int | None) -> None:
+        """Take what ``step`` returned; the episode ends after ``max_turns`` at the latest."""
+        names = "(prompt, reward, terminated, truncated, info)"
+        if not isinstance(outcome, tuple | list) or len(outcome) != 5:
+            raise TypeError(f"step must return {names}, got {shorten(outcome)}")
+        remedy = f"step must return {names}"
+        self.rewards.append(finite_number("step returned the reward", outcome[1], remedy))
+        terminated = finite_number("step returned terminated =", outcome[2], remedy) != 0
+        self.truncated = finite_number("step returned truncated =", outcome[3], remedy) != 0
+        if not terminated and self.turns == max_turns:
+            self.truncated = True
+        done = terminated or self.truncated
+        self.prompt = None if done else _checked_prompt("step", outcome[0])
+
+    def finish(self, outcome: Any) -> None:
+        """Take what ``get_episode_data`` returned, and the transcript."""
+        data, self.transcript = outcome
+        if not isinstance(data, tuple | list) or len(data) != 4:
+            expected = "(token_ids, action_mask, turn_ids, turn_rewards)"
+            raise TypeError(f"get_episode_data must return {expected}, got {shorten(data)}")
+        if not all(isinstance(tensor, torch.Tensor) for tensor in data):
+            kinds = [type(tensor).__name__ for tensor in data]
+            raise TypeError(f"get_episode_data must return four tensors, got {kinds}")
+        ids, mask, turn_ids, rewards = (tensor.detach().cpu() for tensor in data)
+        mask = mask.bool()
+        if ids.dim() != 2 or not len(ids) or not mask.shape == turn_ids.shape == ids[:, 1:].shape:
+            shapes = [tuple(tensor.shape) for tensor in (ids, mask, turn_ids)]
+            raise ValueError(
+                "get_episode_data must return (R, T) ids, (R, T - 1) mask and turn ids, got "
+                f"{shapes}"
+            )
+        trained = turn_ids[mask]
+        if ((trained < 0) | (trained >= self.turns)).any():
+            raise ValueError(
+                f"get_episode_data returned turn ids {sorted(set(trained.tolist()))} at actions "
+                f"after {self.turns} turns; turns count from 0"
+            )
+        self.rows = ids.long(), mask, turn_ids.long()
+        self.turns_planned = rewards.numel()
+
+    def fail(self, error_reward: float) -> None:
+        """End the episode; its last turn gets ``error_reward``."""
+        self.failed, self.truncated, self.prompt = True, False, None
+        del self.rewards[max(self.turns - 1, 0) :]
+        self.rewards.append(error_reward)
+
+    def row_logps(self) -> list[torch.Tensor | None]:
+        """The sampler's log-probs of each training row, its turns concatenated."""
+        _, masks, turn_ids = self.rows
+        return [self._logps_of(turns[mask]) for mask, turns in zip(masks, turn_ids, strict=True)]
+
+    def _logps_of(self, actions: torch.Tensor) -> torch.Tensor | None:
+        """The log-probs of a row with these turns, one entry per action."""
+        parts = [torch.zeros(0)]
+        turns, counts = actions.unique_consecutive(return_counts=True)
+        for turn, count in zip(turns.tolist(), counts.tolist(), strict=True):
+            logps = self.logps[turn]
+            if logps is None:
+                return None
+            if logps.numel() < count:
+                raise ValueError(
+                    f"turn {turn} of the episode with seed {self.seed} has {count} generated "
+                    f"tokens, but sampling_logps has {logps.numel()} for it; give one each"
+                )
+            # Trailing pad tokens are taken off a row, also if the model sampled them.
+            parts.append(logps[:count])
+        return torch.cat(parts)
+
+
+def stack_episodes(
+    episodes: Sequence[Episode],
+    max_turns: int | None,
+    generation_seconds: float,
+    environment_seconds: float,
+) -> Episodes:
+    """Put finished episodes into one record.
+
+    Args:
+        episodes: N of them, at least one.
+        max_turns: U; None: the longest that an environment plans for.
+        generation_seconds: Time between prompts and answers.
+        environment_seconds: Time in resets and steps.
+    """
+    longest = max(max(len(e.rewards), e.turns_planned) for e in episodes)
+    rewards = torch.zeros(len(episodes), max_turns or longest)
+    for row, episode in zip(rewards, episodes, strict=True):
+        row[: len(episode.rewards)] = torch.tensor(episode.rewards)
+    token_ids, action_masks, turn_ids = map(list, zip(*(e.rows for e in episodes), strict=True))
+    rows = torch.tensor([len(ids) for ids in token_ids])
+    reported = any(logps is not None for e in episodes for logps in e.logps)
+    return Episodes(
+        token_ids=token_ids,
+        action_masks=action_masks,
+        turn_ids=turn_ids,
+        rewards=rewards,
+        sampling_logps=[row for e in episodes for row in e.row_logps()] if reported else None,
+        trajectory_ids=torch.arange(len(episodes)).repeat_interleave(rows),
+        turns=torch.tensor([e.turns for e in episodes]),
+        truncated=torch.tensor([e.truncated for e in episodes]),
+        failed=torch.tensor([e.failed for e in episodes]),
+        first_prompts=[e.first_prompt for e in episodes],
+        transcripts=[e.transcript for e in episodes],
+        generated_tokens=sum(e.generated_tokens for e in episodes),
+        generation_seconds=generation_seconds,
+        environment_seconds=environment_seconds,
+    )
+
+
+def _checked_prompt(method: str, prompt: Any) -> ReasoningPrompts:
+    ids = prompt.get("input_ids") if isinstance(prompt, Mapping) else None
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[0] != 1:
+        raise TypeError(
+            f"{method} must return a prompt dict with input_ids of shape (1, P), got "
+            f"{shorten(prompt)}"
+        )
+    return cast(ReasoningPrompts, prompt)
