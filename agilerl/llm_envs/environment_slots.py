@@ -91,12 +91,14 @@ class EnvironmentSlots:
                 logger.warning("An environment could not be closed: %r", outcome.error)
 
     def _checked(self, env: Any) -> MultiTurnEnv:
-        if any(env is other for other in self._envs):
-            raise ValueError(
-                "env_factory returned the same environment twice; it must make a new one at each "
-                "call, because episodes are played at the same time"
-            )
         if isinstance(env, MultiTurnEnv):
+            inner = getattr(env, "env", env)
+            others = [getattr(other, "env", other) for other in self._envs if other is not None]
+            if any(inner is other for other in others):
+                raise ValueError(
+                    "env_factory returned the same environment twice; it must make a new one at "
+                    "each call, wrapped environment included: episodes are played at the same time"
+                )
             return env
         missing = [name for name in _MEMBERS if not hasattr(env, name)]
         remedy = "return a TokenObservationWrapper"

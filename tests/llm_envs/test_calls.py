@@ -1,4 +1,4 @@
-"""The pool itself; what reward functions add (async, exits, hangs at exit) is in test_rewards.py."""
+"""The pool itself; async functions, exits and hangs at exit are in test_rewards.py."""
 
 from __future__ import annotations
 
