@@ -20,6 +20,8 @@ _AGENT_MEMBERS = (
     "fitness",
     "scores",
     "steps",
+    "group_size",
+    "rollout",
     "get_action",
     "learn",
     "test",
@@ -52,6 +54,7 @@ class LoopOptions:
 
     max_steps: int | None = None
     num_epochs: int | None = None
+    max_wall_seconds: float | None = None
     evaluation_interval: int = 10
     checkpoint_steps: int | None = None
     checkpoint_path: str | Path | None = None
@@ -70,12 +73,14 @@ class LoopOptions:
         if self.max_steps is None and self.num_epochs is None:
             raise ValueError(
                 "max_steps and num_epochs are both None, which makes an endless run: set max_steps "
-                "(prompts per agent), num_epochs (passes over the training data) or both."
+                "(per agent), num_epochs (passes over the training data) or both."
             )
-        _check_count("evaluation_interval", self.evaluation_interval)
+        if self.max_wall_seconds is not None:
+            check_seconds("max_wall_seconds", self.max_wall_seconds)
+        check_count("evaluation_interval", self.evaluation_interval)
         for name in ("max_steps", "num_epochs", "checkpoint_steps"):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
+                check_count(name, getattr(self, name))
         for name in ("verbose", "tensorboard", "wb"):
             _check_type(name, getattr(self, name), bool, "True or False")
         if self.save_elite is not None:
@@ -219,6 +224,34 @@ def check_prompts_fit(agents: Sequence[Agent], envs: Sequence[SingleTurnEnv]) ->
             )
 
 
+def fit_context(env: Any, agents: Sequence[Agent]) -> None:
+    """Give a multi-turn environment without ``max_model_len`` the agents'; check one that has it.
+
+    Raises:
+        ValueError: If its rows could get longer than an agent's context, or an agent's answers
+            longer than its rows.
+    """
+    configs = [agent.sampling_config() for agent in agents]
+    limit = min(config.max_model_len for config in configs)
+    own = getattr(env, "max_model_len", limit)
+    if own is None:
+        env.max_model_len = own = limit
+    if own > limit:
+        raise ValueError(
+            f"env_factory made an environment with max_model_len={own}, but an agent has "
+            f"max_model_len={limit}: give both the same, or leave the environment's at None."
+        )
+    room = getattr(env, "max_output_tokens", None) or 1
+    answers = [config.max_new_tokens for config in configs]
+    if own < limit and any(answer is None or answer > room for answer in answers):
+        raise ValueError(
+            f"env_factory made an environment with max_model_len={own} that keeps {room} tokens "
+            f"free for an answer, but an agent with max_model_len={limit} may answer with up to "
+            f"{max(answers, key=lambda answer: answer or limit)} tokens (max_output_tokens): give "
+            "both the same max_model_len, or the same max_output_tokens."
+        )
+
+
 def check_selection(tournament: Any, mutation: Any, evo_steps: int | None) -> None:
     """Check the three arguments of evolution, which only work together.
 
@@ -252,11 +285,30 @@ def refuse_unsupported(**arguments: Any) -> None:
             raise NotImplementedError(f"{name} is not supported yet: leave it at None.")
 
 
-def _check_count(name: str, value: Any) -> None:
+def check_count(name: str, value: Any) -> None:
+    """Check that ``value`` is an int of at least 1.
+
+    Raises:
+        TypeError: Not an int.
+        ValueError: Below 1.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r} must be an int of at least 1.")
     if value < 1:
         raise ValueError(f"{name}={value!r} must be at least 1.")
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Check that ``value`` is a positive number.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Not positive, or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r} must be a number of seconds.")
+    if not 0 < float(value) < math.inf:
+        raise ValueError(f"{name}={value!r} must be a positive, finite number of seconds.")
 
 
 def _check_type(name: str, value: Any, kind: type, allowed: str) -> None:

@@ -1,16 +1,22 @@
-"""Single-turn collection: prompts from the environment, groups from the agent, rewards back."""
+"""How experiences come about: one answer per prompt, or whole episodes of several turns."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from agilerl.llm_envs.base import TrainingOrder
+from agilerl.llm_envs.episodes import Episodes
+from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training.protocols import Agent, Experience, Sample, SingleTurnEnv
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from agilerl.typing import ActionResult, ReasoningPrompts
 
 SAMPLES_PER_ITERATION = 4
 
@@ -69,6 +75,92 @@ class ReasoningCollector:
     def state_dict(self) -> dict[str, Any]:
         """The environment's position in its data."""
         return self.env.state_dict()
+
+
+class MultiTurnCollector:
+    """Plays one group of episodes per training seed.
+
+    Args:
+        env: The environments; may be shared, agents play in turn.
+        order: The training seeds (its rows) and how many groups are played at a time (its
+            batches).
+    """
+
+    def __init__(self, env: SyncMultiTurnVecEnv, order: TrainingOrder) -> None:
+        self.env = env
+        self.order = order
+
+    @property
+    def num_epochs(self) -> int:
+        """Completed passes over the training seeds."""
+        return self.order.epoch
+
+    def collect(self, agent: Agent) -> Experience:
+        """Play the next seeds, ``agent.group_size`` episodes each.
+
+        Args:
+            agent: The agent that plays.
+
+        Returns:
+            The experience; ``rewards`` are the episodes' returns, ``(P, G)``.
+        """
+        seeds = self.order.current()
+        self.env.batch_size, self.env.group_size = len(seeds), agent.group_size
+
+        def act(prompts: Sequence[ReasoningPrompts]) -> ActionResult:
+            return agent.get_action(prompts, training=True, repeat_prompts=False)
+
+        with agent.rollout():
+            episodes = self.env.play(act, seeds)
+        self.order.advance()
+        returns = episodes.returns.reshape(len(seeds), agent.group_size)
+        learn_arguments: dict[str, Any] = {
+            "turn_ids": episodes.turn_ids,
+            "sampling_logps": episodes.sampling_logps,
+        }
+        if len(episodes.trajectory_ids) > len(episodes.turns):
+            learn_arguments["trajectory_ids"] = episodes.trajectory_ids
+        return Experience(
+            experiences=(episodes.token_ids, episodes.action_masks, episodes.rewards),
+            rewards=returns,
+            steps=int(episodes.turns.sum()),
+            generated_tokens=episodes.generated_tokens,
+            generation_seconds=episodes.generation_seconds,
+            environment_seconds=episodes.environment_seconds,
+            learn_arguments=learn_arguments,
+            facts=_episode_facts(episodes),
+            samples=_first_episodes(episodes, agent.group_size),
+        )
+
+    def evaluate(self, agent: Agent) -> np.ndarray:
+        """Returns of the agent on the evaluation seeds."""
+        return agent.test(self.env)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position among the training seeds."""
+        return self.order.state_dict()
+
+
+def _episode_facts(episodes: Episodes) -> dict[str, float]:
+    return {
+        "turns_mean": float(episodes.turns.float().mean()),
+        "truncated_share": float(episodes.truncated.float().mean()),
+        "failed_episodes": float(episodes.failed.sum()),
+    }
+
+
+def _first_episodes(episodes: Episodes, group_size: int) -> list[Sample]:
+    """The first episode of the first groups."""
+    firsts = range(0, len(episodes.turns), group_size)
+    return [
+        Sample(
+            question=episodes.first_prompts[i],
+            completion=episodes.transcripts[i],
+            answer=None,
+            reward=float(episodes.returns[i]),
+        )
+        for i in list(firsts)[:SAMPLES_PER_ITERATION]
+    ]
 
 
 def _first_of_each_group(

@@ -96,7 +96,7 @@ class TrainingLoop:
         self._started = time.perf_counter()
 
     def run(self) -> None:
-        """Train to ``max_steps`` or ``num_epochs``, or until Ctrl-C or SIGTERM."""
+        """Train to a bound in the options, or until Ctrl-C or SIGTERM."""
         with GracefulStop() as stop:
             try:
                 self._evaluate_before_training()
@@ -149,6 +149,7 @@ class TrainingLoop:
             **self._row(member),
             **reward_statistics(experience.rewards, self.options.accuracy_threshold),
             **time_statistics(experience, learning_seconds),
+            **experience.facts,
             **{name: float(value) for name, value in metrics.items()},
         }
 
@@ -181,8 +182,11 @@ class TrainingLoop:
         self.log.write_rows(rows, max(member.consumed for member in self.members))
 
     def _finished(self) -> bool:
-        """Whether an agent has reached ``max_steps`` or a collector ``num_epochs``."""
+        """Whether time is up, or an agent at ``max_steps``, or a collector at ``num_epochs``."""
         steps, epochs = self.options.max_steps, self.options.num_epochs
+        seconds = self.options.max_wall_seconds
+        if seconds is not None and time.perf_counter() - self._started >= seconds:
+            return True
         return any(
             (steps is not None and member.consumed >= steps)
             or (epochs is not None and member.epochs >= epochs)

@@ -36,8 +36,13 @@ class Agent(Protocol):
     scores: list[float]
     steps: list[int]
     last_checkpoint: str | None
+    group_size: int
 
-    def get_action(self, obs: Any, training: bool = True) -> ActionResult: ...
+    def rollout(self) -> AbstractContextManager[Any]: ...
+
+    def get_action(
+        self, obs: Any, training: bool = True, repeat_prompts: bool = True
+    ) -> ActionResult: ...
 
     def learn(
         self, experiences: ExperiencesType, turn_ids: Any = None, sampling_logps: Any = None
@@ -111,13 +116,15 @@ class Experience:
     rewards: torch.Tensor
     """``(P, G)`` float32 on the CPU: one reward per completion, one row per group."""
     steps: int
-    """What ``max_steps`` counts: prompts consumed."""
+    """What ``max_steps`` counts: prompts consumed, or turns played."""
     generated_tokens: int
     """Tokens sampled, end-of-sequence tokens included."""
     generation_seconds: float
     environment_seconds: float
     learn_arguments: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of ``learn``."""
+    facts: dict[str, float] = field(default_factory=dict)
+    """Further columns of the iteration's row."""
     samples: list[Sample] = field(default_factory=list)
     """A few completions to read."""
 

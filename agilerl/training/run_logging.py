@@ -118,10 +118,10 @@ class CompletionsFile:
 
 
 class ProgressBar:
-    """Prompts per agent, with reward, accuracy, KL, tokens per second and time left.
+    """Steps per agent, with reward, accuracy, KL, tokens per second and time left.
 
     Args:
-        total: Prompts per agent of the whole run, None when unknown.
+        total: Steps per agent of the whole run, None when unknown.
         enabled: False draws nothing.
     """
 
@@ -129,7 +129,7 @@ class ProgressBar:
         # Imported late: in a notebook without ipywidgets the import warns.
         from tqdm.auto import tqdm
 
-        self._bar = tqdm(total=total, disable=not enabled, unit="prompt", dynamic_ncols=True)
+        self._bar = tqdm(total=total, disable=not enabled, unit="step", dynamic_ncols=True)
         self._last_fitness: float | None = None
 
     def update(self, consumed: int, rows: Sequence[Row]) -> None:
@@ -165,7 +165,7 @@ class RunLog:
         name: Name of the run in TensorBoard and W&B.
         options: Which of the trackers were asked for.
         config: Facts for the trackers.
-        total: Prompts per agent of the whole run, None when unknown.
+        total: Steps per agent of the whole run, None when unknown.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class RunLog:
 
         Args:
             rows: One per agent.
-            consumed: Prompts per agent so far, for the progress bar.
+            consumed: Steps per agent so far, for the progress bar.
         """
         for row in rows:
             for sink in self._sinks:

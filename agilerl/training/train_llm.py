@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import logging
-import platform
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-import agilerl
+from agilerl.llm_envs.base import TrainingOrder
+from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training import arguments
 from agilerl.training.arguments import LoopOptions
-from agilerl.training.collectors import ReasoningCollector
-from agilerl.training.elite import check_elite_outside
-from agilerl.training.loop import TrainingLoop
-from agilerl.training.protocols import Agent, Collector, SingleTurnEnv
-from agilerl.training.run_directory import RunDirectory, run_name
-from agilerl.training.run_logging import RunLog
+from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
+from agilerl.training.protocols import Agent, SingleTurnEnv
+from agilerl.training.run import run_training
 from agilerl.training.trackers import require_trackers
-
-logger = logging.getLogger(__name__)
+from agilerl.typing import MultiTurnEnv
 
 AgentT = TypeVar("AgentT", bound=Agent)
 
@@ -134,33 +124,162 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     collector_of = {key: ReasoningCollector(made) for key, made in distinct_envs.items()}
     collectors = [collector_of[id(made)] for made in envs]
     total = _total_prompts(options, len(envs[0]), agents_per_env=len(envs) // len(distinct_envs))
-    _run(pop, collectors, options, env_name=envs[0].name, total=total)
+    run_training(pop, collectors, options, env_name=envs[0].name, total=total)
     return pop
 
 
-def _run(
-    agents: Sequence[Agent],
-    collectors: Sequence[Collector],
-    options: LoopOptions,
-    env_name: str,
-    total: int | None,
-) -> None:
-    """Open the run directory and its logs, run the loop, close the logs."""
-    name = run_name(agents, env_name)
-    check_elite_outside(options.elite_path, Path(options.checkpoint_path or Path("runs") / name))
-    with RunDirectory(name, options.checkpoint_path) as directory:
-        config = _config(agents, options, name, env_name)
-        directory.write_config(config)
-        log = RunLog(directory.path, name, options, config, total)
-        failed = True
-        try:
-            logger.info("Run directory: %s", directory.path)
-            if options.verbose:
-                log.say(f"Run directory: {directory.path}")
-            TrainingLoop(agents, collectors, options, directory, log).run()
-            failed = False
-        finally:
-            log.close(failed)
+def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
+    pop: list[AgentT],
+    max_turns: int,
+    env_factory: Callable[..., MultiTurnEnv],
+    env_config: Mapping[str, Any] | None = None,
+    init_hp: Mapping[str, Any] | None = None,
+    max_steps: int | None = 32768,
+    save_elite: bool | None = None,
+    elite_path: str | Path | None = None,
+    wb: bool = False,
+    tensorboard: bool = False,
+    tensorboard_log_dir: str | Path | None = None,
+    evo_steps: int | None = None,
+    checkpoint_steps: int | None = None,
+    checkpoint_path: str | Path | None = None,
+    tournament: Any = None,
+    mutation: Any = None,
+    wandb_api_key: str | None = None,
+    wandb_kwargs: Mapping[str, Any] | None = None,
+    evaluation_interval: int = 50,
+    max_reward: float | None = None,
+    verbose: bool = True,
+    accelerator: Any = None,
+    num_epochs: int | None = None,
+    resume_from: str | Path | None = None,
+    max_wall_seconds: float | None = None,
+    *,
+    groups_per_iteration: int = 8,
+    train_seeds: int = 1024,
+    evaluation_episodes: int = 64,
+    seed: int = 42,
+    max_workers: int = 16,
+    step_timeout: float = 60.0,
+    error_reward: float = 0.0,
+) -> list[AgentT]:
+    """Finetune a population on episodes of several turns.
+
+    One iteration plays ``groups_per_iteration`` training seeds, ``group_size`` episodes each, all
+    of them side by side, and calls ``learn`` once per agent: with rewards per turn, turn ids, and
+    whatever credit and ratio the agent is set to. The fitness is the mean return of
+    ``evaluation_episodes`` greedy episodes, on seeds that are the same for all agents and never
+    trained on. Run directory, stopping, elites and evaluation times are as in
+    :func:`finetune_llm_reasoning`; so is the reference policy, which moves after every pass over
+    the training seeds.
+
+    Args:
+        pop: Agents, with different ``index``; ``steps`` counts turns.
+        max_turns: Turns that an episode may have; longer ones are cut off.
+        env_factory: Called once per environment to make it, such as a
+            ``TokenObservationWrapper``. Where its ``max_model_len`` is None, it gets the agents'.
+        env_config: Keyword arguments of ``env_factory``.
+        init_hp: Facts to note in ``config.json`` and the W&B configuration; they set nothing.
+        max_steps: Environment steps (turns of an episode) per agent; None: no bound.
+        save_elite: As in :func:`finetune_llm_reasoning`.
+        elite_path: As there.
+        wb: Log to Weights & Biases.
+        tensorboard: Log to TensorBoard.
+        tensorboard_log_dir: Parent of this run's event folder; None: in the run directory.
+        evo_steps: Not supported yet.
+        checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every so many iterations.
+        checkpoint_path: The run directory.
+        tournament: Not supported yet.
+        mutation: Not supported yet.
+        wandb_api_key: W&B key; kept in memory only.
+        wandb_kwargs: Further arguments of ``wandb.init``.
+        evaluation_interval: Iterations from one evaluation to the next.
+        max_reward: Episodes with at least this return count as accurate, 1.0 when None.
+        verbose: Show a progress bar.
+        accelerator: Not supported yet.
+        num_epochs: Passes over the training seeds; None: no bound.
+        resume_from: Not supported yet.
+        max_wall_seconds: The run ends with the iteration in which so much time has passed.
+        groups_per_iteration: Training seeds played at a time.
+        train_seeds: The training seeds are ``0 .. train_seeds - 1``.
+        evaluation_episodes: Episodes of an evaluation.
+        seed: Of the order of the training seeds.
+        max_workers: Environment steps at the same time, at most.
+        step_timeout: Seconds that one step (or reset) of an environment may take.
+        error_reward: Reward of a turn whose environment raised or ran out of time. The episode ends
+            there and is counted in ``failed_episodes``; if more than half of a batch fail, the run
+            ends with ``EnvironmentFailure``.
+
+    Returns:
+        ``pop``, trained.
+
+    Raises:
+        ValueError: For an argument that makes no sense, a context that does not fit.
+        TypeError: For an argument of the wrong type, or an environment of the wrong kind.
+        NotImplementedError: For arguments that are not supported yet.
+        EnvironmentFailure: If more than half of a batch of episodes failed.
+        RuntimeError: If a run that is still going on, in whatever process, has this directory.
+        ImportError: If TensorBoard or W&B is asked for and not installed.
+    """
+    arguments.check_population(pop)
+    arguments.check_selection(tournament, mutation, evo_steps)
+    arguments.refuse_unsupported(accelerator=accelerator, resume_from=resume_from)
+    options = LoopOptions(
+        max_steps=max_steps,
+        num_epochs=num_epochs,
+        max_wall_seconds=max_wall_seconds,
+        evaluation_interval=evaluation_interval,
+        checkpoint_steps=checkpoint_steps,
+        checkpoint_path=checkpoint_path,
+        save_elite=save_elite,
+        elite_path=elite_path,
+        max_reward=max_reward,
+        init_hp=init_hp,
+        verbose=verbose,
+        tensorboard=tensorboard,
+        tensorboard_log_dir=tensorboard_log_dir,
+        wb=wb,
+        wandb_kwargs=wandb_kwargs,
+        wandb_api_key=wandb_api_key,
+    )
+    require_trackers(tensorboard=tensorboard, wb=wb)
+    arguments.check_count("groups_per_iteration", groups_per_iteration)
+    arguments.check_count("train_seeds", train_seeds)
+
+    def make_env(**config: Any) -> MultiTurnEnv:
+        made = env_factory(**config)
+        arguments.fit_context(made, pop)
+        return made
+
+    # One is made at once, so that what is wrong with it shows before anything is written.
+    first = make_env(**(env_config or {}))
+    waiting = [first]
+    env = SyncMultiTurnVecEnv(
+        lambda **config: waiting.pop() if waiting else make_env(**config),
+        batch_size=groups_per_iteration,
+        group_size=pop[0].group_size,
+        env_config=env_config,
+        max_turns=max_turns,
+        max_workers=max_workers,
+        step_timeout=step_timeout,
+        error_reward=error_reward,
+        evaluation_episodes=evaluation_episodes,
+    )
+    try:
+        # Every agent plays the same seeds in the same order.
+        collectors = [
+            MultiTurnCollector(env, TrainingOrder(train_seeds, groups_per_iteration, seed))
+            for _ in pop
+        ]
+        run_training(pop, collectors, options, _env_name(first), total=max_steps)
+    finally:
+        env.close()
+    return pop
+
+
+def _env_name(env: MultiTurnEnv) -> str:
+    """Class of the environment inside the wrapper, for the run's name."""
+    return type(getattr(env, "env", env)).__name__
 
 
 def _total_prompts(options: LoopOptions, rows: int, agents_per_env: int) -> int:
@@ -171,31 +290,3 @@ def _total_prompts(options: LoopOptions, rows: int, agents_per_env: int) -> int:
     if options.num_epochs is not None:
         bounds.append(-(-options.num_epochs * rows // agents_per_env))
     return min(bounds)
-
-
-def _config(
-    agents: Sequence[Agent], options: LoopOptions, name: str, env_name: str
-) -> dict[str, Any]:
-    """Facts about the run for ``config.json`` and W&B; no secrets."""
-    # wandb_kwargs may carry a key in its settings, so neither it nor the key itself is noted.
-    noted = [
-        field.name
-        for field in dataclasses.fields(options)
-        if field.name not in ("init_hp", "wandb_kwargs", "wandb_api_key")
-    ]
-    config = {
-        "run": name,
-        "environment": env_name,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "population": [{"index": agent.index, "algo": agent.algo} for agent in agents],
-        "arguments": {field: getattr(options, field) for field in noted},
-        "init_hp": {str(key): value for key, value in (options.init_hp or {}).items()},
-        "versions": {
-            "agilerl": agilerl.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
-    }
-    # Plain JSON from here on: init_hp may hold any object.
-    plain: dict[str, Any] = json.loads(json.dumps(config, default=str))
-    return plain

@@ -152,6 +152,10 @@ class FakeAgent:
             max_new_tokens=2, max_model_len=64, eos_token_ids=(EOS,), pad_token_id=PAD
         )
 
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        yield
+
     def get_action(self, obs: list[dict[str, Any]], training: bool = True) -> ActionResult:
         ids, masks = [], []
         skill = self.skill[min(len(self.fitness), len(self.skill) - 1)]
