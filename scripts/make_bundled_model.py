@@ -11,15 +11,13 @@ takes a few minutes on two CPU cores and logs the accuracies that it writes into
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from warm_up import Batch, Supervised, make_batch, save, start
 
 from agilerl.llm.prompts import PromptEncoder
 from agilerl.testing import (
@@ -51,9 +49,6 @@ START = 0.39
 """Training stops at the first greedy held-out accuracy from here on."""
 LIMIT = 0.43
 """An accuracy that jumps past this is an error."""
-
-Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""``input_ids``, ``attention_mask``, ``labels``: ``(B, T)`` long, labels -100 off the answers."""
 
 CARD = """\
 ---
@@ -99,14 +94,7 @@ tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
 
 def main() -> None:
     """Train, measure and save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=bundled_model_path())
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(2)  # the number of threads changes the order of sums, so the weights
-    torch.manual_seed(args.seed)
+    args = start(__doc__.splitlines()[0], bundled_model_path())
 
     tokenizer = byte_tokenizer()
     model = tiny_model(
@@ -115,10 +103,7 @@ def main() -> None:
     train, held_out = spell_backward_datasets(TRAIN_SIZE, HELD_OUT_SIZE, seed=args.seed)
     steps = warm_up(model, tokenizer, train, held_out)
     results = measure(model, tokenizer, train, held_out)
-    model.save_pretrained(args.output)
-    tokenizer.save_pretrained(args.output)
-    write_card(args.output / "README.md", model, results, steps, args.seed)
-    logger.info("saved to %s", args.output)
+    save(model, tokenizer, card(model, results, steps, args.seed), args.output)
 
 
 def warm_up(
@@ -132,22 +117,15 @@ def warm_up(
     Raises:
         RuntimeError: The accuracy never got there, or jumped past ``LIMIT``.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
-    ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / RAMP_STEPS))
-    for step, (input_ids, attention_mask, labels) in enumerate(batches(tokenizer, train), start=1):
-        model.train()
-        loss = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        ramp.step()
+    training = Supervised(model, LR, lambda step: min(1.0, (step + 1) / RAMP_STEPS))
+    for step, batch in enumerate(batches(tokenizer, train), start=1):
+        loss = training.step(batch)
         if step == MAX_STEPS:
             break
-        if step % EVAL_EVERY or loss.item() > EVAL_BELOW_LOSS:
+        if step % EVAL_EVERY or loss > EVAL_BELOW_LOSS:
             continue
         accuracy, _ = evaluate(model, tokenizer, held_out)
-        logger.info("step %d: loss %.3f, held-out accuracy %.3f", step, loss.item(), accuracy)
+        logger.info("step %d: loss %.3f, held-out accuracy %.3f", step, loss, accuracy)
         if accuracy > LIMIT:
             raise RuntimeError(f"accuracy jumped to {accuracy:.3f}, past {LIMIT}; try another seed")
         if accuracy >= START:
@@ -167,12 +145,13 @@ def encode(tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> Batch:
     """Turn rows into a batch whose labels are the answers and the ends of the turns only."""
     prompts = tokenizer(render(tokenizer, rows)).input_ids
     answers = tokenizer([answer + TURN_END_TOKEN for answer in rows["answer"]]).input_ids
-    whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    padded = tokenizer.pad({"input_ids": whole}, return_tensors="pt")
-    labels = torch.full_like(padded["input_ids"], -100)
-    for row, answer in enumerate(answers):
-        labels[row, -len(answer) :] = torch.tensor(answer)  # padding is on the left
-    return padded["input_ids"], padded["attention_mask"], labels
+    return make_batch(
+        tokenizer,
+        [
+            (prompt + answer, [False] * len(prompt) + [True] * len(answer))
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ],
+    )
 
 
 def render(tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> list[str]:
@@ -226,9 +205,9 @@ def measure(
     return "\n".join(table)
 
 
-def write_card(path: Path, model: Qwen2ForCausalLM, results: str, steps: int, seed: int) -> None:
+def card(model: Qwen2ForCausalLM, results: str, steps: int, seed: int) -> str:
     """Write the model card."""
-    card = CARD.format(
+    return CARD.format(
         layers=model.config.num_hidden_layers,
         hidden=model.config.hidden_size,
         parameters=model.num_parameters(),
@@ -241,7 +220,6 @@ def write_card(path: Path, model: Qwen2ForCausalLM, results: str, steps: int, se
         results=results,
         held_out=HELD_OUT_SIZE,
     )
-    path.write_text(card, encoding="utf-8")
 
 
 if __name__ == "__main__":
