@@ -60,6 +60,9 @@ class SamplingConfig:
     """Sequences generated at a time; None: ``DEFAULT_CHUNK_SIZE`` of the generator."""
     left_padding: bool = True
     """False: only prompts of equal length share a batch (for models without position ids)."""
+    return_logps: bool = False
+    """Also return the log-prob of each token under the temperature-scaled distribution, before
+    penalties and filters: the sampler's side of what ``learn`` computes."""
 
 
 @dataclass(frozen=True)

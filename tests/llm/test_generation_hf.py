@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from generation_helpers import EOS, policy_of, prompts_of, sampling_of
 from model_families import FAMILIES, UNSHARED_FAMILIES, make_family
-from peft import LoraConfig
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agilerl.llm.config import SamplingConfig
-from agilerl.llm.generation.hf import (
-    HFGenerator,
-    _Decode,
-    _GrowingLayer,
-    check_cache,
-    new_token_limit,
-)
+from agilerl.llm.generation.cache import GrowingLayer
+from agilerl.llm.generation.decode import Decode
+from agilerl.llm.generation.hf import HFGenerator, check_cache, new_token_limit
 from agilerl.llm.logprobs import LogitHead
-from agilerl.llm.policy import Policy, SharedBase
+from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
-
-VOCAB = 97
-EOS = 1
-
-
-def policy_of(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Policy:
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    policy = Policy(SharedBase.of(model.to(dtype)), lora, separate_reference=True, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in policy.parameters("actor").values():
-        parameter.data = (
-            torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1
-        )
-    return policy
 
 
 def small_vocabulary_model(vocab: int) -> torch.nn.Module:
@@ -49,23 +32,6 @@ def small_vocabulary_model(vocab: int) -> torch.nn.Module:
         vocab_size=vocab, **shape, **heads, bos_token_id=None, eos_token_id=EOS, pad_token_id=0
     )
     return Qwen2ForCausalLM(config).eval()
-
-
-def prompts_of(lengths: list[int], vocab: int = VOCAB) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randint(2, vocab, (n,), generator=generator) for n in lengths]
-
-
-def sampling_of(**settings: object) -> SamplingConfig:
-    return SamplingConfig(
-        **{
-            "max_new_tokens": 12,
-            "max_model_len": 64,
-            "eos_token_ids": (EOS,),
-            "pad_token_id": 0,
-            **settings,
-        }
-    )
 
 
 def generate(
@@ -141,13 +107,13 @@ def test_rows_end_with_the_end_of_sequence_or_at_their_limit() -> None:
 
 def test_finished_rows_leave_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    step = _Decode._step
+    step = Decode._step
 
     def recording(self, rows, cache, token):
         sizes.append(len(token))
         return step(self, rows, cache, token)
 
-    monkeypatch.setattr(_Decode, "_step", recording)
+    monkeypatch.setattr(Decode, "_step", recording)
     generate(policy_of(small_vocabulary_model(6)), prompts_of([4], vocab=6), 64, max_new_tokens=20)
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < sizes[0] / 4
@@ -155,15 +121,39 @@ def test_finished_rows_leave_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_prompt_is_prefilled_once_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    decode = _Decode._decode
+    decode = Decode._decode
 
     def recording(self, ids, mask, positions, cache):
         seen.append(tuple(ids.shape))
         return decode(self, ids, mask, positions, cache)
 
-    monkeypatch.setattr(_Decode, "_decode", recording)
+    monkeypatch.setattr(Decode, "_decode", recording)
     generate(policy_of(tiny_model()), prompts_of([9, 9]), 8, max_new_tokens=2, min_new_tokens=2)
     assert seen == [(2, 9), (16, 1)]
+
+
+def test_equal_prompts_are_run_once_and_their_samples_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draws of row i are row i's own, whichever prompts are equal."""
+    policy, (a, b) = policy_of(tiny_model()), prompts_of([9, 7])
+    prompts = [a, b, a.clone(), a.clone(), b.clone()]
+    alone = []
+    for number, prompt in enumerate(prompts):
+        padding = [prompt[:1]] * 5
+        padding[number] = prompt
+        alone.append(generate(policy, padding, 2)[2 * number : 2 * number + 2])
+    shapes = []
+    decode = Decode._decode
+
+    def recording(self, ids, mask, positions, cache):
+        shapes.append(tuple(ids.shape))
+        return decode(self, ids, mask, positions, cache)
+
+    monkeypatch.setattr(Decode, "_decode", recording)
+    together = generate(policy, prompts, 2)
+    assert shapes[0] == (2, 9)
+    assert shapes[1] == (10, 1)
+    for expected, row in zip([r for pair in alone for r in pair], together, strict=True):
+        assert torch.equal(expected, row)
 
 
 def test_cache_grows_past_its_first_block() -> None:
@@ -252,10 +242,17 @@ def test_infinite_logits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         generate(policy, prompts_of([4]), 2)
 
 
-def test_the_prompts_cache_is_held_once() -> None:
-    layer = _GrowingLayer(torch.zeros(2, 1, 30, 4), torch.zeros(2, 1, 30, 4))
+def test_an_outgrown_buffer_is_freed() -> None:
+    layer = GrowingLayer(room=2)
+    for width in (3, 1, 1, 1):
+        keys, _ = layer.update(torch.full((2, 1, width, 4), width), torch.zeros(2, 1, width, 4))
+        held = weakref.ref(layer.key_buffer)
+    assert keys[0, 0, :, 0].tolist() == [3, 3, 3, 1, 1, 1]
+    layer.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))
+    del keys
+    assert held() is None
     assert layer.keys.numel() == layer.values.numel() == 0
-    assert layer.get_seq_length() == 30
+    assert layer.get_seq_length() == 9
 
 
 def test_broken_weights_are_named() -> None:

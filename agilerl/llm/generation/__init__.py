@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +19,8 @@ class Completions:
     token_ids: list[torch.Tensor]
     """One 1-D long tensor per completion: no prompt, the sampled end-of-sequence token included."""
     logps: list[torch.Tensor] | None = None
-    """The sampler's log-prob of each token, or None where it reports none."""
+    """One 1-D float32 tensor per completion, or None where the sampler reports none: each token's
+    log-prob under the temperature-scaled distribution, before penalties and filters."""
 
 
 class Generator(Protocol):
@@ -32,4 +34,13 @@ class Generator(Protocol):
         rng: torch.Generator,
     ) -> Completions:
         """Complete 1-D ``prompts``; all randomness comes from ``rng``."""
+        ...
+
+    def conversations(self) -> AbstractContextManager[None]:
+        """Within it prompts may continue rows generated before, and weights do not change.
+
+        A prompt that starts with an earlier prompt and its completion (all but the last token
+        suffice) may then be completed without running that part again. Completions are the same,
+        beyond rounding. Leaving it frees what was kept.
+        """
         ...

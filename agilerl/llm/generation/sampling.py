@@ -22,7 +22,7 @@ def next_tokens(
     """Draw (or, greedily, pick) one token per row.
 
     Args:
-        logits: ``(N, V)`` after penalties; overwritten.
+        logits: ``(N, V)`` after penalties; not changed.
         uniforms: ``(N,)`` in [0, 1).
         sampling: Temperature and filters.
 
@@ -37,6 +37,15 @@ def next_tokens(
     if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
         return _draw_filtered(logits, uniforms, sampling)
     return _draw_full(logits, uniforms)
+
+
+def scaled_logps(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probs ``(N,)``, float32, of tokens under ``softmax(logits / temperature)``.
+
+    ``logits`` ``(N, V)`` come before penalties and filters: what the trainer computes.
+    """
+    scaled = logits.float() / temperature
+    return scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(1)
 
 
 def penalise(

@@ -1,0 +1,77 @@
+"""Attention of single queries on a CPU.
+
+torch's fused CPU kernel is made for blocks of queries: for one query per row it takes up to ten
+times as long as plain matrix products. A model's own eager attention is no substitute: it need not
+be what the model computes otherwise (Gemma 2 caps its attention logits there, and only there), and
+then samples would not come from the distribution that is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+_NAME = "agilerl_single_query"
+
+
+@contextlib.contextmanager
+def single_query_attention(decoder: nn.Module) -> Iterator[None]:
+    """Within it a decoder on a CPU that uses torch's attention computes the same by products."""
+    config: Any = decoder.config
+    before = config._attn_implementation
+    if before == "sdpa" and next(decoder.parameters()).device.type == "cpu":
+        config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What ``sdpa_attention_forward`` computes for queries ``(N, heads, 1, head size)``.
+
+    Returns ``(N, 1, heads, head size)``.
+    """
+    rows, heads, queries, size = query.shape
+    if queries != 1 or position_bias is not None:
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            position_bias=position_bias,
+            **kwargs,
+        )
+    # The heads that share a key are the rows of one product; nothing is repeated.
+    grouped = query.view(rows, key.shape[1], -1, size) * (
+        size**-0.5 if scaling is None else scaling
+    )
+    scores = grouped @ key.transpose(-1, -2)
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask[:, :, :, : key.shape[-2]], -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    attended = weights.to(value.dtype) @ value
+    return attended.view(rows, heads, 1, -1).transpose(1, 2), None
+
+
+AttentionInterface.register(_NAME, _attend)
+# A boolean mask, or none where nothing is hidden.
+AttentionMaskInterface.register(_NAME, sdpa_mask)

@@ -1,0 +1,267 @@
+"""Keeping keys and values between turns changes what is computed, never what comes out."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from generation_helpers import policy_of, prompts_of, sampling_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_families import FAMILIES, make_family
+
+from agilerl.llm.generation.hf import HFGenerator
+from agilerl.llm.policy import Policy
+from agilerl.testing import tiny_model
+
+# Many tokens end a completion, so that rows of a batch finish at different steps.
+ENDS = tuple(range(2, 24))
+Feedback = Callable[[int, int], list[int]]
+"""(turn, episode) -> the tokens the environment adds, [] where the episode is over."""
+
+
+@dataclass
+class Played:
+    """What every turn of every episode sampled, in order."""
+
+    tokens: list[torch.Tensor] = field(default_factory=list)
+    logps: list[torch.Tensor] = field(default_factory=list)
+    reads: list[tuple[int, int]] = field(default_factory=list)
+    """Shape of the block of ids at the start of each batch."""
+
+
+@contextmanager
+def recorded_reads(policy: Policy, reads: list[tuple[int, int]]) -> Iterator[None]:
+    def note(module: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        if kwargs["input_ids"].shape[1] > 1:
+            reads.append(tuple(kwargs["input_ids"].shape))
+
+    handle = policy.base.decoder.register_forward_pre_hook(note, with_kwargs=True)
+    yield
+    handle.remove()
+
+
+def play(
+    policy: Policy,
+    first: list[torch.Tensor],
+    feedback: Feedback,
+    turns: int,
+    *,
+    kept: bool,
+    drop: int = 0,
+    **changes: object,
+) -> Played:
+    """Play scripted episodes; ``drop``: tokens that leave the front of every prompt of turn 2."""
+    generator, rng = HFGenerator(policy), torch.Generator().manual_seed(5)
+    sampling = sampling_of(return_logps=True, **({"max_new_tokens": 4} | changes))
+    played, prompts = Played(), dict(enumerate(first))
+    context = generator.conversations() if kept else nullcontext()
+    with context, recorded_reads(policy, played.reads):
+        for turn in range(turns):
+            made = generator.generate(list(prompts.values()), 1, sampling, rng)
+            assert made.logps is not None
+            played.tokens += made.token_ids
+            played.logps += made.logps
+            for episode, completion in zip(list(prompts), made.token_ids, strict=True):
+                added = feedback(turn, episode)
+                grown = torch.cat([prompts[episode], completion, torch.tensor(added).long()])
+                prompts[episode] = grown[drop:] if turn == 1 else grown
+                if not added:
+                    del prompts[episode]
+    return played
+
+
+def assert_same(kept: Played, plain: Played) -> None:
+    assert len(kept.tokens) == len(plain.tokens)
+    for a, b in zip(kept.tokens, plain.tokens, strict=True):
+        assert torch.equal(a, b)
+    assert (torch.cat(kept.logps) - torch.cat(plain.logps)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turns_are_those_of_recomputation(family: str, greedy: bool) -> None:
+    policy = policy_of(make_family(family))
+    vocab = policy.base.model.config.vocab_size
+    short = family == "gpt2"  # 15 positions
+    lengths = [3, 4, 3, 2] if short else [9, 3, 12, 7, 7]
+    settings = {"eos_token_ids": ENDS, "greedy": greedy, "max_new_tokens": 2 if short else 4}
+
+    def feedback(turn: int, episode: int) -> list[int]:
+        if turn == 1 and episode == 0:
+            return []  # over: its keys and values are kept for nothing
+        return [30 + (turn + 7 * episode + i) % 30 for i in range(1 if short else 1 + episode)]
+
+    first = prompts_of(lengths, vocab=vocab)
+    plain = play(policy, first, feedback, 3, kept=False, **settings)
+    kept = play(policy, first, feedback, 3, kept=True, **settings)
+    assert_same(kept, plain)
+    assert kept.reads[0] == plain.reads[0]
+    for mine, theirs in zip(kept.reads[1:], plain.reads[1:], strict=True):
+        assert mine[0] == theirs[0]
+        assert mine[1] < theirs[1]
+    if not greedy and not short:
+        assert len({len(row) for row in plain.tokens}) > 1
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return policy_of(tiny_model())
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_episodes_are_those_of_recomputation(policy: Policy, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 6))
+    first = prompts_of(data.draw(st.lists(st.integers(1, 15), min_size=count, max_size=count)))
+    # Equal prompts, as the episodes of a group have them.
+    copies = data.draw(st.lists(st.integers(0, count - 1), max_size=3))
+    first += [first[i].clone() for i in copies]
+    lengths = st.lists(
+        st.lists(st.integers(0, 9), min_size=len(first), max_size=len(first)),
+        min_size=3,
+        max_size=3,
+    )
+    added = data.draw(lengths)
+    added[0][0] = added[1][0] = 1  # one episode goes on to the end
+    same = data.draw(st.booleans())
+
+    def feedback(turn: int, episode: int) -> list[int]:
+        number = 0 if same else episode
+        return [(3 * turn + 5 * number + i) % 90 + 2 for i in range(added[turn][episode])]
+
+    settings = {
+        "eos_token_ids": ENDS,
+        "max_model_len": 200,
+        "greedy": data.draw(st.booleans()),
+        "repetition_penalty": data.draw(st.sampled_from([1.0, 1.3])),
+    }
+    plain = play(policy, first, feedback, 3, kept=False, **settings)
+    kept = play(policy, first, feedback, 3, kept=True, **settings)
+    assert_same(kept, plain)
+
+
+def test_only_new_tokens_are_run(policy: Policy) -> None:
+    settings = {"eos_token_ids": (999,), "max_new_tokens": 3, "max_model_len": 200}
+    first = prompts_of([40, 30, 40])
+
+    def feedback(turn: int, episode: int) -> list[int]:
+        return [5] * 6
+
+    kept = play(policy, first, feedback, 3, kept=True, **settings)
+    # The last sampled token was never run.
+    assert kept.reads == [(3, 40), (3, 7), (3, 7)]
+
+
+def test_equal_prompts_go_on_as_one(policy: Policy) -> None:
+    (prompt,) = prompts_of([20])
+    feedback = lambda turn, episode: [5, 6 + (turn > 0) * episode]  # noqa: E731
+    settings = {"greedy": True, "eos_token_ids": (999,), "max_new_tokens": 2}
+    first = [prompt.clone() for _ in range(4)]
+    kept = play(policy, first, feedback, 3, kept=True, **settings)
+    assert kept.reads == [(1, 20), (1, 3), (4, 3)]
+    assert_same(kept, play(policy, first, feedback, 3, kept=False, **settings))
+
+
+def test_a_prompt_without_a_past_makes_no_other_run_whole(policy: Policy) -> None:
+    generator, rng, reads = HFGenerator(policy), torch.Generator().manual_seed(5), []
+    sampling = sampling_of(max_new_tokens=3, max_model_len=200, eos_token_ids=(999,))
+    first = prompts_of([40, 30])
+    with generator.conversations(), recorded_reads(policy, reads):
+        made = generator.generate(first, 1, sampling, rng).token_ids
+        going_on = [
+            torch.cat([prompt, row, torch.tensor([5, 6])])
+            for prompt, row in zip(first, made, strict=True)
+        ]
+        fresh = prompts_of([25])[0].flip(0)
+        generator.generate([going_on[0], fresh, going_on[1]], 1, sampling, rng)
+    assert reads == [(2, 40), (2, 3), (1, 25)]
+
+
+def test_a_window_that_drops_old_turns_starts_afresh(policy: Policy) -> None:
+    settings = {"eos_token_ids": ENDS, "max_model_len": 200}
+    first = prompts_of([12, 15, 9])
+
+    def feedback(turn: int, episode: int) -> list[int]:
+        return [4 + episode] * (episode + 1)
+
+    plain = play(policy, first, feedback, 4, kept=False, drop=5, **settings)
+    kept = play(policy, first, feedback, 4, kept=True, drop=5, **settings)
+    assert_same(kept, plain)
+    assert kept.reads[2] == plain.reads[2]
+    assert kept.reads[3][1] < plain.reads[3][1]
+
+
+@pytest.mark.parametrize("changes", [{"chunk_size": 2}, {"left_padding": False}])
+def test_what_cannot_be_kept_is_run_again(policy: Policy, changes: dict[str, object]) -> None:
+    settings = {"eos_token_ids": ENDS, "max_model_len": 200} | changes
+    first = prompts_of([12, 12, 9])
+
+    def feedback(turn: int, episode: int) -> list[int]:
+        return [4 + episode] * 3
+
+    plain = play(policy, first, feedback, 3, kept=False, **settings)
+    kept = play(policy, first, feedback, 3, kept=True, **settings)
+    assert_same(kept, plain)
+    assert kept.reads == plain.reads
+
+
+def test_a_change_of_role_is_noticed() -> None:
+    policy = policy_of(tiny_model())
+    generator, rng, sampling = HFGenerator(policy), torch.Generator(), sampling_of(greedy=True)
+    (first,) = prompts_of([12])
+    with generator.conversations():
+        (made,) = generator.generate([first], 1, sampling, rng).token_ids
+        prompt = torch.cat([first, made, torch.tensor([7, 8])])
+        policy.use("reference")
+        (kept,) = generator.generate([prompt], 1, sampling, rng).token_ids
+    (plain,) = HFGenerator(policy).generate([prompt], 1, sampling, rng).token_ids
+    assert torch.equal(kept, plain)
+
+
+def test_leaving_frees_what_was_kept_also_after_an_error(policy: Policy) -> None:
+    generator, rng, sampling = HFGenerator(policy), torch.Generator(), sampling_of()
+    with (
+        pytest.raises(ValueError, match="no room"),
+        generator.conversations(),
+        generator.conversations(),
+    ):
+        generator.generate(prompts_of([12, 3]), 2, sampling, rng)
+        assert generator._kept is not None
+        kept = weakref.ref(generator._kept[1])
+        generator.generate([torch.zeros(64, dtype=torch.long)], 1, sampling, rng)
+    gc.collect()
+    assert kept() is None
+    generator.generate(prompts_of([12, 3]), 2, sampling, rng)
+    assert generator._kept is None
+
+
+def test_old_and_new_are_never_both_whole(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the second turn's model runs, nothing of the first turn's buffers is left."""
+    generator, rng = HFGenerator(policy), torch.Generator().manual_seed(5)
+    sampling = sampling_of(max_new_tokens=4, eos_token_ids=ENDS)
+    first = prompts_of([12, 9, 10, 11])
+    alive = []
+    with generator.conversations():
+        made = generator.generate(first, 1, sampling, rng).token_ids
+        assert generator._kept is not None
+        parts = generator._kept[1]._parts
+        assert len(parts) > 1
+        buffers = [weakref.ref(t) for part in parts for pair in part for t in pair or ()]
+        del parts
+        handle = policy.base.decoder.register_forward_pre_hook(
+            lambda *_: alive.append(sum(b() is not None for b in buffers))
+        )
+        prompts = [
+            torch.cat([prompt, row, torch.tensor([5, 6])])
+            for prompt, row in zip(first, made, strict=True)
+        ]
+        generator.generate(prompts, 1, sampling, rng)
+        handle.remove()
+    assert alive
+    assert not any(alive)
