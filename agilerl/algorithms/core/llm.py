@@ -143,6 +143,16 @@ class LLMAlgorithm(EvolvableAlgorithm):
         )
         return action_result(prompts, completions, samples, self.pad_token_id)
 
+    @contextlib.contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Several calls of ``get_action`` with the same weights.
+
+        Within it the adapter is folded once, and a prompt that continues an earlier row has only
+        its new tokens run. Used where episodes have several turns, in training and evaluation.
+        """
+        with self.policy.rollout_weights(), self.generator.conversations():
+            yield
+
     def test(self, env: Any, loop: int = 1) -> np.ndarray:
         """Evaluate greedily on the whole test split of a ``ReasoningGym``.
 

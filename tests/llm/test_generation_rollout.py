@@ -1,0 +1,69 @@
+"""``agent.rollout()``: several turns with the same weights, from the agent's side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agilerl.algorithms import GRPO
+from agilerl.testing import byte_tokenizer, tiny_model
+
+TOKENIZER = byte_tokenizer()
+
+
+def agent_of() -> GRPO:
+    made = GRPO(
+        pad_token_id=TOKENIZER.pad_token_id,
+        pad_token=TOKENIZER.pad_token,
+        actor_network=tiny_model(hidden_size=32),
+        max_output_tokens=5,
+        max_model_len=128,
+        gradient_checkpointing=False,
+    )
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.policy.parameters().values():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=rng))
+    return made
+
+
+def three_turns(agent: GRPO, training: bool) -> list[torch.Tensor]:
+    agent.rng.manual_seed(0)
+    rows = [torch.tensor([ids]) for ids in TOKENIZER(["one", "two, longer"])["input_ids"]]
+    for _ in range(3):
+        obs = [
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "text": ""} for ids in rows
+        ]
+        result = agent.get_action(obs, training=training, repeat_prompts=False)
+        rows = [torch.cat([ids, torch.tensor([[65, 66]])], 1) for ids in result.completion_ids]
+    return rows
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_turns_in_a_rollout_are_those_outside(training: bool) -> None:
+    agent, widths = agent_of(), []
+    outside = three_turns(agent, training)
+    handle = agent.policy.base.decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    # Evaluation folds the weights too: again inside it is no work and no error.
+    with agent.rollout(), agent.policy.rollout_weights():
+        inside = three_turns(agent, training)
+    handle.remove()
+    assert all(torch.equal(a, b) for a, b in zip(outside, inside, strict=True))
+    assert sorted(widths, reverse=True)[1] < 11  # one whole read, of the first prompts
+
+
+def test_the_adapter_is_folded_once_and_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = agent_of()
+    base, inside = agent.policy.base, []
+    with agent.rollout():
+        folded = base._folded
+        with agent.rollout():
+            three_turns(agent, True)
+            inside.append(base._folded)
+        inside.append(base._folded)
+        three_turns(agent, True)
+    assert folded is not None
+    assert inside == [folded, folded]
+    assert base._folded is None
