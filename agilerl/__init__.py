@@ -15,7 +15,10 @@ _LAZY = {
     "GSPO": "agilerl.algorithms",
     "CISPO": "agilerl.algorithms",
     "ReasoningGym": "agilerl.llm_envs",
+    "TokenObservationWrapper": "agilerl.llm_envs",
+    "SyncMultiTurnVecEnv": "agilerl.llm_envs",
     "finetune_llm_reasoning": "agilerl.training.train_llm",
+    "finetune_llm_multiturn": "agilerl.training.train_llm",
 }
 
 __all__ = ["__version__", *_LAZY]

@@ -224,6 +224,21 @@ def check_prompts_fit(agents: Sequence[Agent], envs: Sequence[SingleTurnEnv]) ->
             )
 
 
+def check_env_factory(env_factory: Any, env_config: Any) -> None:
+    """Check that environments can be made.
+
+    Raises:
+        TypeError: If they cannot.
+    """
+    if not callable(env_factory):
+        raise TypeError(
+            f"env_factory={env_factory!r} cannot be called: pass a function that returns a new "
+            "multi-turn environment, such as a TokenObservationWrapper."
+        )
+    if env_config is not None:
+        _check_type("env_config", env_config, Mapping, "a dict of env_factory's arguments or None")
+
+
 def fit_context(env: Any, agents: Sequence[Agent]) -> None:
     """Give a multi-turn environment without ``max_model_len`` the agents'; check one that has it.
 

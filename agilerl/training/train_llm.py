@@ -245,6 +245,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     require_trackers(tensorboard=tensorboard, wb=wb)
     arguments.check_count("groups_per_iteration", groups_per_iteration)
     arguments.check_count("train_seeds", train_seeds)
+    arguments.check_env_factory(env_factory, env_config)
 
     def make_env(**config: Any) -> MultiTurnEnv:
         made = env_factory(**config)

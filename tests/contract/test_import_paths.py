@@ -9,7 +9,10 @@ import pytest
 import agilerl
 
 PATHS = {
-    "agilerl": ["GRPO", "GSPO", "CISPO", "ReasoningGym", "finetune_llm_reasoning"],
+    "agilerl": [
+        "GRPO", "GSPO", "CISPO", "ReasoningGym", "TokenObservationWrapper", "SyncMultiTurnVecEnv",
+        "finetune_llm_reasoning", "finetune_llm_multiturn",
+    ],
     "agilerl.algorithms": ["GRPO", "GSPO", "CISPO"],
     "agilerl.algorithms.grpo": ["GRPO"],
     "agilerl.algorithms.gspo": ["GSPO"],
@@ -18,8 +21,8 @@ PATHS = {
     "agilerl.algorithms.core.registry": [
         "HyperparameterConfig", "RLParameter", "NetworkGroup", "OptimizerConfig",
     ],
-    "agilerl.llm_envs": ["ReasoningGym"],
-    "agilerl.training.train_llm": ["finetune_llm_reasoning"],
+    "agilerl.llm_envs": ["ReasoningGym", "TokenObservationWrapper", "SyncMultiTurnVecEnv"],
+    "agilerl.training.train_llm": ["finetune_llm_reasoning", "finetune_llm_multiturn"],
     "agilerl.utils.utils": ["save_llm_checkpoint", "create_population"],
     "agilerl.utils.algo_utils": ["CosineLRScheduleConfig"],
     "agilerl.typing": ["ActionResult", "ReasoningPrompts", "ExperiencesType", "MultiTurnEnv"],

@@ -12,9 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import agilerl.algorithms
-from agilerl.llm_envs import ReasoningGym
+from agilerl.llm_envs import ReasoningGym, TokenObservationWrapper
 from agilerl.testing import byte_tokenizer, tiny_model
-from agilerl.training.train_llm import finetune_llm_reasoning
+from agilerl.training.train_llm import finetune_llm_multiturn, finetune_llm_reasoning
 from agilerl.utils.utils import save_llm_checkpoint
 
 
@@ -81,3 +81,46 @@ def test_example(name: str, model_path: Path, tmp_path: Path, monkeypatch: Any) 
         assert torch.allclose(
             trained(input_ids=ids).logits, agent.actor(input_ids=ids).logits, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("name", ["CISPO", "GSPO", "GRPO"])
+def test_multi_turn_example(name: str, model_path: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    agent = getattr(agilerl.algorithms, name)(
+        actor_network=AutoModelForCausalLM.from_pretrained(model_path),
+        pad_token_id=tokenizer.eos_token_id,
+        pad_token=tokenizer.eos_token,
+        batch_size=8,
+        group_size=8,
+        max_output_tokens=8,  # the page leaves it open
+    )
+
+    class ToyMultiTurnEnv:
+        def reset(self, seed=None):
+            del seed
+            return "Start: What is 2+2?", {}
+
+        def step(self, action: str):
+            reward = 1.0 if "4" in action else 0.0
+            return "Done.", reward, True, False, {"correct": bool(reward)}
+
+    def env_factory():
+        return TokenObservationWrapper(
+            env=ToyMultiTurnEnv(),
+            tokenizer=tokenizer,
+            max_turns=4,
+            pad_id=tokenizer.eos_token_id,
+            max_model_len=1024,
+            max_output_tokens=128,
+        )
+
+    trained_pop = finetune_llm_multiturn(
+        pop=[agent],
+        max_turns=4,
+        env_factory=env_factory,
+        max_steps=100,  # 2000 on the page; one turn is one step
+        evaluation_interval=50,
+    )
+    assert trained_pop == [agent]
+    assert agent.steps[-1] == 128 and len(agent.scores) == 2 and agent.fitness

@@ -1,0 +1,65 @@
+"""Names, order and defaults of the training functions' arguments."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agilerl.llm_envs import TokenObservationWrapper
+from agilerl.training.train_llm import finetune_llm_multiturn, finetune_llm_reasoning
+
+OPTIONS = {
+    "save_elite": None, "elite_path": None, "wb": False, "tensorboard": False,
+    "tensorboard_log_dir": None, "evo_steps": None, "checkpoint_steps": None,
+    "checkpoint_path": None, "tournament": None, "mutation": None, "wandb_api_key": None,
+    "wandb_kwargs": None,
+}  # fmt: skip
+EMPTY = inspect.Parameter.empty
+CONTRACT: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (
+        finetune_llm_reasoning,
+        {
+            "pop": EMPTY, "env": None, "env_fn": None, "init_hp": None, **OPTIONS,
+            "evaluation_interval": 10, "max_reward": None, "verbose": True, "accelerator": None,
+            "max_steps": None, "num_epochs": None, "resume_from": None,
+        },
+    ),
+    (
+        finetune_llm_multiturn,
+        {
+            "pop": EMPTY, "max_turns": EMPTY, "env_factory": EMPTY, "env_config": None,
+            "init_hp": None, "max_steps": 32768, **OPTIONS, "evaluation_interval": 50,
+            "max_reward": None, "verbose": True, "accelerator": None, "num_epochs": None,
+            "resume_from": None, "max_wall_seconds": None,
+        },
+    ),
+    (
+        TokenObservationWrapper,
+        {
+            "env": EMPTY, "tokenizer": EMPTY, "max_turns": EMPTY, "pad_id": None,
+            "apply_chat_template": True, "max_model_len": None, "max_output_tokens": None,
+            "enable_sliding_window": False,
+        },
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "expected"), CONTRACT)
+def test_arguments(function: Callable[..., Any], expected: dict[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    positional = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    assert list(positional.items()) == list(expected.items())
+    # What is ours alone comes after, by keyword.
+    assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
+    assert all(p.default is not EMPTY for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+def test_importing_them_warns_about_nothing() -> None:
+    code = "import warnings; warnings.simplefilter('error'); import agilerl.training.train_llm"
+    ignored = "import torch, transformers, peft, accelerate, datasets; "  # their own warnings
+    subprocess.run([sys.executable, "-c", ignored + code], check=True, timeout=120)

@@ -1,0 +1,280 @@
+"""finetune_llm_multiturn with a real tiny agent: groups, credit, evaluation, limits, failures."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from agilerl.algorithms import CISPO, GRPO, GSPO
+from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper
+from agilerl.llm_envs.vector import EVALUATION_SEED_START, EnvironmentFailure
+from agilerl.testing import byte_tokenizer, tiny_model
+from agilerl.training.train_llm import finetune_llm_multiturn
+
+TOKENIZER = byte_tokenizer()
+
+
+class Echo:
+    """Three turns; pays the share of answers' bytes that are even, turn by turn."""
+
+    played: ClassVar[list[tuple[int, list[str]]]] = []
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        assert seed is not None
+        self.answers: list[str] = []
+        self.played.append((seed, self.answers))
+        return f"game {seed % 100}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.answers.append(action)
+        data = action.encode("utf-8", "replace")
+        reward = sum(byte % 2 == 0 for byte in data) / max(len(data), 1)
+        return f"turn {len(self.answers)}", reward, len(self.answers) == 3, False, {}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Echo.played = []
+    monkeypatch.chdir(tmp_path)
+
+
+def make_env(env: Callable[[], Any] = Echo, **arguments: Any) -> TokenObservationWrapper:
+    return TokenObservationWrapper(env(), TOKENIZER, **({"max_turns": 3} | arguments))
+
+
+def make_agent(cls: type[GRPO] = GRPO, index: int = 0, **arguments: Any) -> GRPO:
+    settings: dict[str, Any] = {
+        "actor_network": tiny_model(hidden_size=32, layers=1),
+        "pad_token_id": TOKENIZER.pad_token_id,
+        "pad_token": TOKENIZER.pad_token,
+        "batch_size": 8,
+        "group_size": 4,
+        "max_output_tokens": 4,
+        "max_model_len": 160,
+        "lr": 1e-3,
+        "gradient_checkpointing": False,
+    }
+    return cls(**(settings | arguments), index=index)
+
+
+def finetune(pop: list[GRPO], **arguments: Any) -> list[dict[str, str]]:
+    """Train for a few iterations and return the rows of ``metrics.csv``."""
+    settings: dict[str, Any] = {
+        "max_turns": 3,
+        "env_factory": make_env,
+        "max_steps": 48,
+        "evaluation_interval": 2,
+        "evaluation_episodes": 5,
+        "groups_per_iteration": 2,
+        "checkpoint_path": "run",
+        "verbose": False,
+    }
+    trained = finetune_llm_multiturn(pop, **(settings | arguments))
+    assert trained is pop
+    with (Path((settings | arguments)["checkpoint_path"]) / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def training_seeds() -> list[int]:
+    return [seed for seed, _ in Echo.played if seed < EVALUATION_SEED_START]
+
+
+@pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO])
+def test_a_run(cls: type[GRPO]) -> None:
+    """2 groups of 4 episodes with 3 turns are 24 steps; 48 are two iterations."""
+    agent = make_agent(cls)
+    before = {name: p.detach().clone() for name, p in agent.policy.parameters().items()}
+    rows = finetune([agent])
+    assert [row["steps"] for row in rows] == ["0", "24", "48"]
+    assert agent.steps == [0, 0, 48]
+    assert len(agent.scores) == 2
+    assert [float(row["turns_mean"]) for row in rows[1:]] == [3.0, 3.0]
+    assert [float(row["failed_episodes"]) for row in rows[1:]] == [0.0, 0.0]
+    assert all(float(rows[1][f"{s}_seconds"]) > 0 for s in ("generation", "environment"))
+    assert any(not torch.equal(before[n], p) for n, p in agent.policy.parameters().items())
+    # One seed per group, four episodes each, none of them an evaluation's.
+    seeds = training_seeds()
+    assert len(seeds) == 16
+    assert all(len(set(seeds[i : i + 4])) == 1 for i in range(0, 16, 4))
+    assert len(set(seeds)) == 4
+    # The fitness is the mean return of the last evaluation's five episodes.
+    last = [answers for seed, answers in Echo.played if seed >= EVALUATION_SEED_START]
+    assert len(last) == 10
+    assert float(rows[-1]["fitness"]) == agent.fitness[-1]
+    lines = Path("run/completions.jsonl").read_text(encoding="utf-8").splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 4
+    assert samples[0]["question"].endswith("<|im_start|>assistant\n")
+    assert samples[0]["completion"].count("<|im_start|>user\nturn ") == 2
+    assert json.loads(Path("run/config.json").read_text())["environment"] == "Echo"
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "trajectory"])
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+def test_every_combination_of_credit_and_ratio(level: str, credit: str) -> None:
+    agent = make_agent(
+        importance_sampling_level=level, advantage_granularity=credit, update_epochs=2
+    )
+    rows = finetune([agent], max_steps=24)
+    assert float(rows[-1]["grad_norm"]) > 0
+
+
+def test_credit_per_turn_moves_the_weights_differently() -> None:
+    """Same seeds, same first rollouts: only the advantages differ."""
+
+    def trained(credit: str, path: str) -> torch.Tensor:
+        agent = make_agent(advantage_granularity=credit)
+        finetune([agent], max_steps=24, checkpoint_path=path)
+        return torch.cat([p.detach().flatten() for p in agent.policy.parameters().values()])
+
+    assert torch.equal(trained("trajectory", "a"), trained("trajectory", "b"))
+    assert not torch.equal(trained("trajectory", "c"), trained("turn", "d"))
+
+
+def test_members_of_a_population_play_the_same_seeds() -> None:
+    pop = [make_agent(index=0), make_agent(index=1, group_size=2)]
+    rows = finetune(pop)
+    assert [row["agent"] for row in rows] == ["0", "1"] * (len(rows) // 2)
+    training = training_seeds()
+    first = [training[0], training[4]]
+    assert training[8:12] == [first[0], first[0], first[1], first[1]]
+    evaluated = [seed for seed, _ in Echo.played if seed >= EVALUATION_SEED_START]
+    assert set(evaluated) == {EVALUATION_SEED_START + i for i in range(5)}
+
+
+def test_the_reference_moves_after_a_pass_over_the_training_seeds() -> None:
+    """Four seeds, two per iteration: a pass is two iterations."""
+
+    trackers: list[int] = []
+
+    class Watched(GRPO):
+        def set_reference_policy(self, reference_update_tracker: int) -> None:
+            trackers.append(reference_update_tracker)
+            super().set_reference_policy(reference_update_tracker)
+
+    agent = make_agent(Watched)
+    finetune([agent], train_seeds=4, max_steps=None, num_epochs=2)
+    assert trackers == [0, 0, 1, 1]
+    assert len(agent.scores) == 4
+    assert sorted(set(training_seeds())) == [0, 1, 2, 3]
+
+
+def test_max_wall_seconds_ends_the_run() -> None:
+    agent = make_agent()
+    finetune([agent], max_steps=10**9, max_wall_seconds=0.01)
+    assert len(agent.scores) <= 1
+    assert agent.fitness
+
+
+def test_the_agents_context_is_the_environments() -> None:
+    """First prompt and feedback have about 26 tokens each: the third turn does not fit."""
+    agent = make_agent(max_model_len=80)
+    rows = finetune([agent], max_steps=8)
+    assert float(rows[-1]["truncated_share"]) > 0
+    assert float(rows[-1]["turns_mean"]) < 3
+
+
+def test_a_sliding_window_plays_on_and_trains_every_turn() -> None:
+    agent = make_agent(max_model_len=110, advantage_granularity="turn")
+    rows = finetune(
+        [agent], env_factory=lambda: make_env(enable_sliding_window=True, max_output_tokens=4)
+    )
+    assert float(rows[-1]["turns_mean"]) == 3.0
+    assert float(rows[-1]["truncated_share"]) == 0.0
+    assert float(rows[-1]["grad_norm"]) > 0
+
+
+def test_the_last_context_length_is_checked_at_the_start() -> None:
+    def longer() -> TokenObservationWrapper:
+        return make_env(max_model_len=400)
+
+    with pytest.raises(ValueError, match=r"max_model_len=400, but an agent has max_model_len=160"):
+        finetune([make_agent()], env_factory=longer)
+
+    def shorter() -> TokenObservationWrapper:
+        return make_env(max_model_len=100)
+
+    with pytest.raises(ValueError, match=r"keeps 1 tokens free .* up to 4 tokens"):
+        finetune([make_agent()], env_factory=shorter)
+    assert not Path("run").exists()
+
+
+def test_a_failing_environment_costs_its_episode_and_no_more() -> None:
+    class Crashing(Echo):
+        made = 0
+
+        def __init__(self) -> None:
+            type(self).made += 1
+            self.crashes = self.made == 2
+
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            if self.crashes:
+                raise OSError("the game server is gone")
+            return super().step(action)
+
+    agent = make_agent()
+    rows = finetune([agent], env_factory=lambda: make_env(Crashing), error_reward=-1.0)
+    assert float(rows[1]["failed_episodes"]) + float(rows[2]["failed_episodes"]) <= 1
+    assert len(agent.scores) == 2
+
+
+def test_environments_that_mostly_fail_end_the_run_by_name() -> None:
+    class Gone(Echo):
+        def step(self, action: str) -> Any:
+            raise OSError("the game server is gone")
+
+    with pytest.raises(EnvironmentFailure, match="the game server is gone"):
+        finetune([make_agent()], env_factory=lambda: make_env(Gone))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"env_factory": Echo}, TypeError, "has to be wrapped"),
+        ({"env_factory": 3}, TypeError, "env_factory"),
+        ({"max_turns": 0}, ValueError, "max_turns"),
+        ({"groups_per_iteration": 0}, ValueError, "groups_per_iteration=0"),
+        ({"train_seeds": 1.5}, TypeError, "train_seeds=1.5"),
+        ({"max_steps": None}, ValueError, "max_steps and num_epochs are both None"),
+        ({"max_wall_seconds": 0}, ValueError, "max_wall_seconds=0"),
+        ({"max_wall_seconds": "1 h"}, TypeError, "max_wall_seconds='1 h'"),
+        ({"evaluation_episodes": 0}, ValueError, "evaluation_episodes"),
+        ({"step_timeout": -1.0}, ValueError, "step_timeout"),
+        ({"resume_from": "run"}, NotImplementedError, "resume_from"),
+        ({"pop": []}, ValueError, "pop is empty"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    arguments = dict(arguments)
+    with pytest.raises(error, match=says):
+        finetune(
+            arguments.pop("pop", None) or ([] if says == "pop is empty" else [make_agent()]),
+            **arguments,
+        )
+
+
+def test_agents_are_tested_on_fixed_episodes() -> None:
+    """A vector environment plays its evaluation seeds; one environment the seeds from 0 on."""
+    agent = make_agent()
+    vector = SyncMultiTurnVecEnv(make_env, batch_size=3, evaluation_episodes=5)
+    returns = agent.test(vector, loop=2)
+    assert returns.shape == (10,)
+    assert returns.dtype.name == "float32"
+    assert returns[:5] == pytest.approx(returns[5:])
+    assert agent.fitness == [pytest.approx(returns.mean())]
+    seeds = [seed - EVALUATION_SEED_START for seed, _ in Echo.played]
+    assert seeds == [0, 1, 2, 3, 4] * 2
+
+    Echo.played.clear()
+    single = agent.test(make_env(max_model_len=160), loop=2)
+    assert [seed for seed, _ in Echo.played] == [0, 1]
+    assert single.shape == (2,)
+    assert len(agent.fitness) == 2
+    with pytest.raises(TypeError, match="must be a ReasoningGym, a SyncMultiTurnVecEnv"):
+        agent.test(Echo())
