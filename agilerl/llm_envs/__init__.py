@@ -3,15 +3,18 @@
 * :class:`ReasoningGym`: one answer per question, from a dataset and a reward function.
 * :class:`TokenObservationWrapper`: a text environment over several turns, as token ids.
 * :class:`SyncMultiTurnVecEnv`: many of these at a time, in threads; yields :class:`Episodes`.
+* :class:`ToolEnv`: a text environment in which questions are answered with tools.
 * :class:`RewardPool`: runs a reward function, sync or async, concurrently and with a time limit.
 """
 
 from __future__ import annotations
 
+from agilerl.llm_envs.arithmetic import calculator
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.reasoning import ReasoningGym
 from agilerl.llm_envs.rewards import RewardError, RewardFunction, RewardPool
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
+from agilerl.llm_envs.tools import ToolEnv
 from agilerl.llm_envs.vector import (
     EVALUATION_SEED_START,
     EnvironmentFailure,
@@ -28,4 +31,6 @@ __all__ = [
     "RewardPool",
     "SyncMultiTurnVecEnv",
     "TokenObservationWrapper",
+    "ToolEnv",
+    "calculator",
 ]
