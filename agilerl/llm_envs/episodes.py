@@ -36,7 +36,7 @@ class Episodes:
     turn_ids: list[torch.Tensor]
     """Per episode ``(R, T - 1)`` long: the turn of each action, -1 elsewhere."""
     rewards: torch.Tensor
-    """``(N, U)`` float32, 0 for turns that were not played."""
+    """``(N, U)`` float32 as ``step`` returned them, 0 for turns that were not played."""
     sampling_logps: list[torch.Tensor | None] | None
     """Per row the sampler's log-probs of its actions, flat, in their order; None for a row with a
     turn that has none, None altogether if no turn has."""
