@@ -1,0 +1,55 @@
+"""Kept rows: which one a prompt continues, and where its columns go. Values are the token ids."""
+
+from __future__ import annotations
+
+import torch
+
+from agilerl.llm.generation.cache import GrowingLayer, KeptRows
+
+
+def part_of(rows: list[list[int]], width: int, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys that hold their token's id (values: its negative), right of ``width`` nothing is."""
+    columns = torch.full((len(rows), width), 99.0)
+    for row, ids in zip(columns, rows, strict=True):
+        row[width - len(ids) :] = torch.tensor(ids, dtype=torch.float)
+    keys = columns[:, None, :, None] + torch.arange(heads)[:, None, None] * 0.25
+    return keys.expand(-1, -1, -1, 3).contiguous(), -keys.expand(-1, -1, -1, 3).contiguous()
+
+
+def kept_rows(*parts: list[list[int]]) -> KeptRows:
+    kept = KeptRows()
+    for rows in parts:
+        width = max(len(ids) for ids in rows) + 2
+        layers = [part_of(rows, width), part_of(rows, width)]
+        kept.add(layers, [torch.tensor(ids) for ids in rows], [width - len(ids) for ids in rows])
+    return kept
+
+
+def test_the_longest_row_that_a_prompt_goes_beyond_is_found() -> None:
+    kept = kept_rows([[1, 2], [1, 2, 3, 4]], [[5, 6, 7]])
+    places = [kept.find(torch.tensor(ids)) for ids in ([1, 2, 3, 4, 8], [1, 2, 3, 4], [5, 6, 7, 1])]
+    assert [place and (place.part, place.row, place.length) for place in places] == [
+        (0, 1, 4),
+        (0, 0, 2),  # the whole of it leaves nothing to run
+        (1, 0, 3),
+    ]
+    assert kept.find(torch.tensor([1, 3, 2])) is None
+    assert kept.find(torch.tensor([5, 6, 7])) is None
+
+
+def test_columns_are_right_aligned_before_the_block() -> None:
+    kept = kept_rows([[1, 2, 3], [4, 5, 6, 7, 8]], [[9]])
+    prompts = [[1, 2, 3, 20], [4, 5, 6, 7, 8, 21, 22], [9, 23]]
+    places = [place for ids in prompts if (place := kept.find(torch.tensor(ids)))]
+    cache = kept.take(places, [len(ids) for ids in prompts], room=3)
+    # Seven columns, the last two of them to be run: the tokens before are in place.
+    assert cache.get_seq_length() == 5
+    for layer in cache.layers:
+        assert isinstance(layer, GrowingLayer)
+        assert layer.key_buffer.shape == (3, 2, 5 + 2 + 3, 3)
+        for head in range(2):
+            held = layer.key_buffer[:, head, :5, 0] - 0.25 * head
+            assert held[0, 3:].tolist() == [1, 2]
+            assert held[1].tolist() == [4, 5, 6, 7, 8]
+        assert torch.equal(layer.value_buffer[:, :, :5], -layer.key_buffer[:, :, :5])
+    assert kept.find(torch.tensor(prompts[0])) is None
