@@ -154,18 +154,20 @@ class LLMAlgorithm(EvolvableAlgorithm):
             yield
 
     def test(self, env: Any, loop: int = 1) -> np.ndarray:
-        """Evaluate greedily on the whole test split of a ``ReasoningGym``.
+        """Evaluate greedily: on the test split, or in episodes with fixed seeds.
 
         Args:
-            env: The environment; its training position is untouched.
-            loop: How many times to go through the split.
+            env: A ``ReasoningGym``, whose training position is untouched; a
+                ``SyncMultiTurnVecEnv``, which plays its evaluation seeds; or a single multi-turn
+                environment, which plays the seeds 0 to ``loop - 1``.
+            loop: How many times to go through the split, or the evaluation seeds.
 
         Returns:
-            ``(loop · rows,)`` float32 rewards in the order of the split; their mean is appended to
-            ``fitness``.
+            ``(loop · rows,)`` float32 rewards, one per test row or (the return of an) episode;
+            their mean is appended to ``fitness``.
 
         Raises:
-            TypeError: If the environment has no test split.
+            TypeError: If the environment is of another kind.
             ValueError: If ``loop`` is not positive.
         """
         scores = evaluate(self, env, loop)
