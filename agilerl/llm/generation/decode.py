@@ -109,9 +109,7 @@ class Decode:
         Raises:
             RuntimeError: If the model's logits are not finite.
         """
-        if cache is None:
-            room = min(CACHE_BLOCK, max(limits))
-            cache = Cache(layer_class_to_replicate=cast(Any, partial(GrowingLayer, room)))
+        cache = _empty_cache(max(limits)) if cache is None else cache
         rows, logits = self._read(prompts, prompt_index, limits, cache)
         uniforms = uniforms.to(self.device)
         output = _Output(len(limits), max(limits), self.sampling, self.device)
@@ -129,9 +127,7 @@ class Decode:
                 break
             if running <= (1 - COMPACT_SHARE) * len(rows.ids):
                 if keep:
-                    done = (~rows.alive).nonzero().squeeze(1)
-                    copies = [layer.copy_of(done) for layer in _layers(cache)]
-                    cached.append(CachedRows(rows.ids[done].tolist(), copies))
+                    cached.append(_finished(rows, cache))
                 live = rows.alive.nonzero().squeeze(1)
                 rows, token = rows.select(live), token[live]
                 for layer in _layers(cache):
@@ -139,8 +135,7 @@ class Decode:
             logits = self._step(rows, cache, token)
         tokens, logps = output.rows()
         if keep:
-            buffers = [(layer.key_buffer, layer.value_buffer) for layer in _layers(cache)]
-            cached.append(CachedRows(rows.ids.tolist(), buffers))
+            cached.append(_remaining(rows, cache))
         return Decoded(tokens, logps, cached)
 
     def _read(
@@ -245,3 +240,20 @@ class _Output:
 
 def _layers(cache: Cache) -> list[GrowingLayer]:
     return cast("list[GrowingLayer]", cache.layers)
+
+
+def _empty_cache(new_tokens: int) -> Cache:
+    room = min(CACHE_BLOCK, new_tokens)
+    return Cache(layer_class_to_replicate=cast(Any, partial(GrowingLayer, room)))
+
+
+def _finished(rows: _Rows, cache: Cache) -> CachedRows:
+    """Copies of the finished rows, which are about to leave."""
+    done = (~rows.alive).nonzero().squeeze(1)
+    return CachedRows(rows.ids[done].tolist(), [layer.copy_of(done) for layer in _layers(cache)])
+
+
+def _remaining(rows: _Rows, cache: Cache) -> CachedRows:
+    """All rows still in the batch: its buffers, not copied."""
+    buffers = [(layer.key_buffer, layer.value_buffer) for layer in _layers(cache)]
+    return CachedRows(rows.ids.tolist(), buffers)
