@@ -97,12 +97,13 @@ class PromptSplit:
 class TrainingOrder:
     """Batches of row numbers, reshuffled every epoch: a pure function of seed, epoch and offset.
 
-    With several processes each takes every ``num_processes``-th row of the same permutation, all
-    of them equally many; up to ``num_processes - 1`` rows sit an epoch out, others each time.
+    With several processes a batch is ``batch_size`` rows for each, dealt out in turn; every row has
+    its place in an epoch once. The last batch of an epoch may be short, but never so short that a
+    process has nothing to do: a rest of fewer rows than processes joins the batch before.
 
     Args:
         rows: Rows of the training split.
-        batch_size: Rows per batch and process; the last batch of an epoch may be short.
+        batch_size: Rows per batch and process.
         seed: 0 or more.
         process_index: Which share this process takes.
         num_processes: Number of shares.
@@ -127,19 +128,18 @@ class TrainingOrder:
         self.epoch = 0
         """Completed passes."""
         self.offset = 0
-        """Rows of this process that are done in this epoch."""
+        """Rows of all processes that are done in this epoch."""
 
     def current(self) -> list[int]:
-        """The batch at the present position."""
-        shared = self.rows - self.rows % self.num_processes
+        """This process's share of the batch at the present position."""
         permutation = _permutation(self.rows, self.seed, self.epoch)
-        share = permutation[self.process_index : shared : self.num_processes]
-        return [int(row) for row in share[self.offset : self.offset + self.batch_size]]
+        share = permutation[self.offset + self.process_index : self._end() : self.num_processes]
+        return [int(row) for row in share]
 
     def advance(self) -> None:
         """Go to the next batch."""
-        self.offset += self.batch_size
-        if self.offset >= self.rows // self.num_processes:
+        self.offset = self._end()
+        if self.offset >= self.rows:
             self.epoch, self.offset = self.epoch + 1, 0
 
     def rewind(self) -> None:
@@ -147,15 +147,14 @@ class TrainingOrder:
         self.epoch, self.offset = 0, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The position and what it depends on, JSON-compatible."""
-        names = ("seed", "epoch", "offset", "rows", "num_processes")
-        return {name: getattr(self, name) for name in names}
+        """The position and what it depends on, JSON-compatible; the same in every process."""
+        return {name: getattr(self, name) for name in ("seed", "epoch", "offset", "rows")}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Take the seed and the position of ``state``.
 
         Raises:
-            ValueError: ``state`` is none of ours, or of another number of rows or processes.
+            ValueError: ``state`` is none of ours, or of another number of rows.
         """
         own = self.state_dict()
         if set(state) != set(own):
@@ -163,14 +162,18 @@ class TrainingOrder:
                 f"state has the keys {sorted(state)}, expected {sorted(own)}; pass what "
                 "state_dict() returned"
             )
-        for name in ("rows", "num_processes"):
-            if state[name] != own[name]:
-                raise ValueError(
-                    f"state was saved with {name}={state[name]}, this environment has {own[name]}, "
-                    "so its position means other rows here; resume with the same train_dataset, "
-                    "max_context_length and number of processes"
-                )
+        if state["rows"] != self.rows:
+            raise ValueError(
+                f"state was saved with rows={state['rows']}, this environment has {self.rows}, so "
+                "its position means other rows here; resume with the same train_dataset and "
+                "max_context_length"
+            )
         self.seed, self.epoch, self.offset = state["seed"], state["epoch"], state["offset"]
+
+    def _end(self) -> int:
+        """Where the present batch of all processes ends."""
+        end = self.offset + self.batch_size * self.num_processes
+        return end if self.rows - end >= self.num_processes else self.rows
 
 
 @lru_cache(maxsize=2)

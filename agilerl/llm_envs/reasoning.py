@@ -47,8 +47,8 @@ class ReasoningGym:
         conversation_template: Messages ``{"role": ..., "content": ...}``; ``{question}`` in them
             is replaced, other braces stay. A last message of the assistant is continued.
         data_batch_size_per_gpu: Prompts per training batch (of each process).
-        accelerator: With several processes, each gets its own share of the rows: of the training
-            rows equally many, of the test rows all that there are.
+        accelerator: With several processes, each gets its own share of every batch and of the test
+            rows; no row is left out or given twice.
         return_raw_completions: Makes ``step`` return the completions' texts as a third element.
         max_context_length: Rows whose prompt has more tokens are left out; None keeps all.
         seed: Of the training order, 0 or more.
@@ -218,7 +218,7 @@ class ReasoningGym:
 
         Raises:
             RuntimeError: Inside ``eval_mode``, which would undo it.
-            ValueError: ``state`` was saved with other training rows or another number of processes.
+            ValueError: ``state`` was saved with other training rows.
         """
         if self._test_offset is not None:
             raise RuntimeError("load_state_dict inside eval_mode; leave eval_mode first")

@@ -15,6 +15,7 @@ from sums_data import TEMPLATE, sums
 from transformers import PreTrainedTokenizerFast
 
 from agilerl.llm_envs import ReasoningGym, RewardError
+from agilerl.llm_envs.base import TrainingOrder
 from agilerl.testing import (
     SPELL_BACKWARD_CONVERSATION,
     byte_tokenizer,
@@ -372,15 +373,35 @@ def test_processes_share_the_rows(make_env: MakeEnv) -> None:
     ]
     assert {len(env) for env in ranks} == {8}
     trained = [walk(env, 1)[0] for env in ranks]
-    assert [len(questions) for questions in trained] == [2, 2, 2]
-    assert len({q for questions in trained for q in questions}) == 6
+    # Batches of 6; the rest of 2 rows would leave a process without any, so it joins the batch.
+    assert [len(questions) for questions in trained] == [3, 3, 2]
+    assert sorted(q for questions in trained for q in questions) == sorted(sums(0, 8)["question"])
     assert {env.num_epochs for env in ranks} == {1}
+    assert ranks[0].state_dict() == ranks[2].state_dict()
     tested = []
     for env in ranks:
         with env.eval_mode():
             env.reset()
             tested += env.questions
     assert sorted(tested) == sorted(sums(100, 7)["question"])
+
+
+@pytest.mark.parametrize(("rows", "ranks", "size"), [(7, 1, 3), (20, 3, 2), (13, 2, 2), (5, 5, 1)])
+def test_every_row_has_its_place_in_an_epoch_once(rows: int, ranks: int, size: int) -> None:
+    """Whatever the number of processes, which see the rows in the same order."""
+    orders = [TrainingOrder(rows, size, 0, rank, ranks) for rank in range(ranks)]
+    alone = TrainingOrder(rows, rows, 0).current()
+    seen: list[int] = []
+    while orders[0].epoch == 0:
+        shares = [order.current() for order in orders]
+        assert all(shares)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        for order in orders:
+            order.advance()
+        longest = max(map(len, shares))
+        seen += [share[i] for i in range(longest) for share in shares if i < len(share)]
+    assert seen == alone
+    assert {order.epoch for order in orders} == {1}
 
 
 def test_more_processes_than_rows(make_env: MakeEnv) -> None:
