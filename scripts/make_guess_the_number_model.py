@@ -45,6 +45,8 @@ HEED = 0.5
 STEPS = 500
 ROWS = 32
 """Games in one training step."""
+INITIALIZER_RANGE = 0.08
+"""With the usual 0.02 so narrow a model takes several times as long to read numbers in hints."""
 LR = 2e-3
 RAMP_STEPS = 20
 TOKENIZER_GAMES = 400
@@ -53,7 +55,7 @@ MIN_SENTENCE = 20
 """Characters from which a fixed part of the instructions gets a token of its own."""
 MAX_ACTION_TOKENS = 8
 HELD_OUT = 200
-START = (0.25, 0.55)
+START = (0.35, 0.5)
 """Range of the greedy win rate to end in; outside it is an error."""
 
 CARD = """\
@@ -92,7 +94,9 @@ A starting point for multi-turn reinforcement learning on a CPU: demos, tests an
 
 The return is the environment's own: 1 for the number; else, in the last turn, one minus the
 distance of the guess over the range, which pays any player for a guess near the middle. A player
-who halves what the hints leave wins every game.
+who halves what the hints leave wins every game. There are only 36 different beginnings (the number,
+and the example in the instructions), so held-out seeds show how well a model plays, not what it
+does in games unlike those it saw.
 
 ```python
 from agilerl.testing import load_bundled_model
@@ -113,7 +117,7 @@ def main() -> None:
         layers=4,
         seed=args.seed,
         intermediate_size=256,
-        initializer_range=0.02,
+        initializer_range=INITIALIZER_RANGE,
     )
     warm_up(model, tokenizer, rng)
     results, greedy = measure(model, tokenizer)
@@ -174,16 +178,17 @@ def batches(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[
 
 def measure(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tuple[str, float]:
     """Log how the finished model plays; return it as a Markdown table, and the greedy win rate."""
+    torch.manual_seed(0)
     rng = random.Random(0)
     env = guess_the_number_env()
-    seeds = range(HELD_OUT_SEED, HELD_OUT_SEED + HELD_OUT)
+    seeds = [HELD_OUT_SEED + i for i in range(HELD_OUT) for _ in range(8)]
     guesser, heeder = random_player(rng), mixed_player(1.0, rng)
     rates = {
         "the model, greedy": win_rate(model, tokenizer),
         "the model, 8 games each at temperature 1": win_rate(model, tokenizer, samples=8),
-        "random guesses, 8 games each": _rates([play(env, guesser, s) for s in seeds] * 8),
+        "random guesses, 8 games each": _rates([play(env, guesser, seed) for seed in seeds]),
         "always heeding the hints as in training, 8 games each": _rates(
-            [play(env, heeder, seed) for seed in seeds for _ in range(8)]
+            [play(env, heeder, seed) for seed in seeds]
         ),
     }
     for name, (won, returned) in rates.items():
