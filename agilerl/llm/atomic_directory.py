@@ -4,6 +4,7 @@ A directory counts as whole when it holds its ``marker`` file. Beside ``models/r
 
 * ``models/.run.<8 hex digits>.tmp``: being written, or left behind by a writer that was killed,
 * ``models/.run.previous``: what ``models/run`` held before the save that is replacing it,
+* ``models/.run.lock``: while a run owns the name, see :func:`lock_name`,
 * ``models/run.earlier_1``: what was moved out of the way for good.
 """
 
@@ -160,6 +161,47 @@ def unlock_directory(descriptor: int) -> None:
     """Release a lock; closing alone would leave it to forked children that live on."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
+
+
+def lock_name(path: Path) -> int:
+    """Lock a name until :func:`unlock_name`, whatever directory comes to be there.
+
+    A directory that is replaced takes its own lock with it, so this one is on a file beside it,
+    ``.<name>.lock``; it holds as that of :func:`lock_directory` does.
+
+    Returns:
+        What ``unlock_name`` takes.
+
+    Raises:
+        BlockingIOError: If it is locked.
+        OSError: If it lies on a file system without locks.
+    """
+    place = _lock_file(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        descriptor = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(place)):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except OSError:
+            os.close(descriptor)
+            raise
+        # Its owner removed the file between the two calls: lock the one that is there now.
+        os.close(descriptor)
+
+
+def unlock_name(path: Path, descriptor: int) -> None:
+    """Release a name and remove its file."""
+    _lock_file(path).unlink(missing_ok=True)
+    unlock_directory(descriptor)
+
+
+def _lock_file(path: Path) -> Path:
+    path = path.expanduser().resolve()
+    return path.with_name(f".{path.name}.lock")
 
 
 def _lock(folder: Path) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,8 @@ class ReasoningCollector:
     def __init__(self, env: SingleTurnEnv) -> None:
         self.env = env
         self._prompts = env.reset()
+        lengths = ",".join(map(str, env.prompt_lengths()))
+        self._prompts_digest = hashlib.sha256(lengths.encode()).hexdigest()[:16]
 
     @property
     def num_epochs(self) -> int:
@@ -73,8 +76,13 @@ class ReasoningCollector:
         return agent.test(self.env)
 
     def state_dict(self) -> dict[str, Any]:
-        """The environment's position in its data."""
-        return self.env.state_dict()
+        """The environment's position in its data, and what tells these data from others."""
+        return {"prompt_lengths": self._prompts_digest, "position": self.env.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position."""
+        self.env.load_state_dict(state["position"])
+        self._prompts = self.env.reset()
 
 
 class MultiTurnCollector:
@@ -138,7 +146,11 @@ class MultiTurnCollector:
 
     def state_dict(self) -> dict[str, Any]:
         """The position among the training seeds."""
-        return self.order.state_dict()
+        return {"position": self.order.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position."""
+        self.order.load_state_dict(state["position"])
 
 
 def _episode_facts(episodes: Episodes) -> dict[str, float]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Self
 
-from agilerl.llm.atomic_directory import holds_directory, move_aside
+from agilerl.llm.atomic_directory import holds_directory, lock_name, move_aside, unlock_name
 from agilerl.llm.checkpoint import ATTRIBUTES_FILE
 from agilerl.training.protocols import Agent
 
@@ -13,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Elite:
-    """Saves the best agent of one run.
+    """Saves the best agent of one run; a context, in which no other run can save there.
 
     A checkpoint that is there already is kept: the run's first save moves it to
     ``<path>.earlier_1`` (2, 3, ...). An untrained agent is no reason to move it, so where there is
@@ -21,12 +22,24 @@ class Elite:
 
     Args:
         path: Directory of the checkpoint.
+
+    Raises:
+        RuntimeError: If it belongs to a living run, in whatever process.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.saved = False
         """Whether this run has saved its best agent there."""
+        self._lock = _lock_for_a_run(self.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            unlock_name(self.path, self._lock)
+            self._lock = None
 
     def save(self, agent: Agent, trained: bool) -> None:
         """Save ``agent`` as the best so far.
@@ -50,6 +63,23 @@ class Elite:
             logger.warning("The elite of an earlier run was moved from %s to %s", self.path, moved)
         agent.save_checkpoint(self.path)
         self.saved = True
+
+
+def _lock_for_a_run(path: Path) -> int | None:
+    try:
+        return lock_name(path)
+    except BlockingIOError:
+        raise RuntimeError(
+            f"elite_path={str(path)!r} belongs to a run that is still going on, and the elites of "
+            "two runs would replace each other: choose another elite_path, or wait for that run."
+        ) from None
+    except OSError as error:
+        logger.warning(
+            "%s cannot be locked (%s): see to it that no other run saves its elite there",
+            path,
+            error,
+        )
+        return None
 
 
 def check_elite_outside(elite_path: str | Path | None, run_directory: Path) -> None:

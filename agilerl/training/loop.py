@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from agilerl.training.arguments import LoopOptions
 from agilerl.training.elite import Elite
 from agilerl.training.interrupts import GracefulStop
+from agilerl.training.members import Best, Member, environments_of
+from agilerl.training.options import LoopOptions
 from agilerl.training.protocols import Agent, Collector, Experience, Row
+from agilerl.training.random_streams import random_streams, set_random_streams
+from agilerl.training.row_statistics import (
+    accuracy,
+    has_reward_variance,
+    reward_statistics,
+    time_statistics,
+    warn_of_flat_rewards,
+)
+from agilerl.training.run_checkpoint import FORMAT, WRITE_ERRORS, checkpoint_name
 from agilerl.training.run_directory import RunDirectory
 from agilerl.training.run_logging import RunLog
 
@@ -21,41 +30,6 @@ logger = logging.getLogger(__name__)
 
 FLAT_WINDOW = 10
 """Consecutive iterations without reward variance after which the log says so."""
-
-
-@dataclass
-class Member:
-    """One agent of the population and what the loop counts for it."""
-
-    agent: Agent
-    collector: Collector
-    start_steps: int
-    """Steps the agent had behind it before this run."""
-    start_epochs: int
-    """Passes its collector had behind it before this run."""
-    consumed: int = 0
-    """Steps of this run."""
-    flat_iterations: int = 0
-    """Iterations in a row in which no group had two different rewards."""
-
-    @property
-    def steps(self) -> int:
-        """Steps in the agent's life."""
-        return self.start_steps + self.consumed
-
-    @property
-    def epochs(self) -> int:
-        """Passes over the data in this run."""
-        return self.collector.num_epochs - self.start_epochs
-
-
-@dataclass(frozen=True)
-class Best:
-    """The highest fitness seen in the run."""
-
-    agent_index: int
-    fitness: float
-    iteration: int
 
 
 class TrainingLoop:
@@ -68,6 +42,8 @@ class TrainingLoop:
         options: Checked options.
         directory: Where checkpoints go.
         log: Where rows and samples go.
+        elite: Where the best agent goes, if anywhere.
+        facts: Names of the run and its environment, for checkpoints.
     """
 
     def __init__(
@@ -77,8 +53,11 @@ class TrainingLoop:
         options: LoopOptions,
         directory: RunDirectory,
         log: RunLog,
+        elite: Elite | None = None,
+        facts: Mapping[str, str] | None = None,
     ) -> None:
         self.options, self.directory, self.log = options, directory, log
+        self.elite, self.facts = elite, dict(facts or {})
         self.members = [
             Member(
                 agent=agent,
@@ -90,31 +69,81 @@ class TrainingLoop:
         ]
         self.iteration = 0
         self.best: Best | None = None
-        # The options have checked that it is given exactly if save_elite is.
-        self.elite = None if options.elite_path is None else Elite(options.elite_path)
+        self._resumed = False
         self._learned = False
+        self._unevaluated: list[Row] | None = None
         self._started = time.perf_counter()
 
     def run(self) -> None:
         """Train to a bound in the options, or until Ctrl-C or SIGTERM."""
         with GracefulStop() as stop:
             try:
-                self._evaluate_before_training()
+                self._begin()
                 while not self._finished() and stop.requested is None:
                     self._run_iteration(stop)
             except Exception as error:
                 self._rescue(error)
                 raise
+            if stop.requested is not None:
+                self._save_after_stop(stop.requested)
+            # After the save: a run that goes on from there must not find this entry.
             for member in self.members:
                 if member.agent.steps[-1:] != [member.steps]:
                     member.agent.steps.append(member.steps)
-            if stop.requested is not None:
-                self._save_after_stop(stop.requested)
 
-    def _evaluate_before_training(self) -> None:
-        rows = [self._row(member) for member in self.members]
+    def state_dict(self, in_iteration: bool = False) -> dict[str, Any]:
+        """What a run needs to go on, but for the agents; JSON-compatible.
+
+        Args:
+            in_iteration: Whether an iteration is under way, so that no run can go on from here.
+        """
+        environments = environments_of(self.members)
+        fitness = [member.agent.fitness[-1] for member in self.members if member.agent.fitness]
+        elite = self.elite
+        return {
+            "format": FORMAT,
+            **self.facts,
+            "iteration": self.iteration,
+            "in_iteration": in_iteration,
+            "wall_seconds": time.perf_counter() - self._started,
+            "fitness": float(max(fitness)) if fitness else None,
+            "best": None if self.best is None else vars(self.best),
+            "elite": None if elite is None else {"path": str(elite.path), "saved": elite.saved},
+            "agents": [
+                {
+                    **member.state_dict(),
+                    "environment": [c is member.collector for c in environments].index(True),
+                }
+                for member in self.members
+            ],
+            "environments": [collector.state_dict() for collector in environments],
+            "unevaluated_rows": self._unevaluated,
+            "log": self.log.state_dict(),
+            "random": random_streams(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken; agents and collectors are there already."""
+        for member, saved in zip(self.members, state["agents"], strict=True):
+            member.load_state_dict(saved)
+        self.iteration = state["iteration"]
+        self.best = None if state["best"] is None else Best(**state["best"])
+        elite = state["elite"]
+        if self.elite is not None and elite is not None and str(self.elite.path) == elite["path"]:
+            self.elite.saved = elite["saved"]
+        self._unevaluated = state["unevaluated_rows"]
+        self._resumed = self._learned = True
+        self._started = time.perf_counter() - state["wall_seconds"]
+        set_random_streams(state["random"])
+
+    def _begin(self) -> None:
+        """Evaluate before the first iteration; or what a stop kept the interrupted run from."""
+        if self._resumed and self._unevaluated is None:
+            return
+        rows = self._unevaluated or [self._row(member) for member in self.members]
         self._evaluate(rows)
         self._write_rows(rows)
+        self._unevaluated = None
 
     def _run_iteration(self, stop: GracefulStop) -> None:
         self.iteration += 1
@@ -122,15 +151,17 @@ class TrainingLoop:
         try:
             for member in self.members:
                 rows.append(self._train(member))
-            interval = self.options.evaluation_interval
+            due = self.iteration % self.options.evaluation_interval == 0 or self._finished()
             # A stop must not wait for an evaluation, which may take longer than the grace period.
-            if stop.requested is None and (self.iteration % interval == 0 or self._finished()):
+            if due and stop.requested is not None:
+                self._unevaluated = rows
+            elif due:
                 self._evaluate(rows)
         finally:
             self._write_rows(rows)
         every = self.options.checkpoint_steps
         if every is not None and self.iteration % every == 0:
-            self._save(f"iteration_{self.iteration:08d}")
+            self._save_and_carry_on()
 
     def _train(self, member: Member) -> Row:
         agent = member.agent
@@ -166,9 +197,14 @@ class TrainingLoop:
         leader = max(self.members, key=lambda member: member.agent.fitness[-1]).agent
         fitness = float(leader.fitness[-1])
         if self.best is None or fitness > self.best.fitness:
-            self.best = Best(leader.index, fitness, self.iteration)
             if self.elite is not None:
-                self.elite.save(leader, trained=self.iteration > 0)
+                try:
+                    self.elite.save(leader, trained=self.iteration > 0)
+                except WRITE_ERRORS as error:
+                    # Not noted as the best, so that the next best takes its place on disk.
+                    self._say_not_saved(f"best agent so far ({leader.index})", error)
+                    return
+            self.best = Best(leader.index, fitness, self.iteration)
 
     def _row(self, member: Member) -> Row:
         return {
@@ -199,52 +235,42 @@ class TrainingLoop:
             return
         member.flat_iterations += 1
         if member.flat_iterations % FLAT_WINDOW == 0:
-            logger.warning(
-                "%s agent %d learns nothing: in the last %d iterations (%d to %d) all rewards of a "
-                "group were equal in every group, so all advantages were zero. The mean reward of "
-                "the last one was %.4g. Look at completions.jsonl, and make the task easier or "
-                "harder, the reward finer, the temperature higher or the group larger.",
-                member.agent.algo,
-                member.agent.index,
-                FLAT_WINDOW,
-                self.iteration - FLAT_WINDOW + 1,
-                self.iteration,
-                float(experience.rewards.mean()),
-            )
+            mean = float(experience.rewards.mean())
+            warn_of_flat_rewards(member.agent, self.iteration, FLAT_WINDOW, mean)
 
-    def _save(self, name: str) -> str:
+    def _save(self, name: str, in_iteration: bool = False) -> str:
+        self.log.sync()
         agents = [member.agent for member in self.members]
-        return str(self.directory.write_checkpoint(name, agents, self._run_state()))
+        return str(self.directory.write_checkpoint(name, agents, self.state_dict(in_iteration)))
 
-    def _run_state(self) -> dict[str, Any]:
-        collectors = list(
-            {id(member.collector): member.collector for member in self.members}.values()
+    def _save_and_carry_on(self) -> None:
+        """Save; a full disk, say, is no reason to lose the run."""
+        try:
+            self._save(checkpoint_name(self.iteration))
+        except WRITE_ERRORS as error:
+            self._say_not_saved(f"checkpoint of iteration {self.iteration}", error)
+        else:
+            self.directory.prune(self.options.keep_checkpoints)
+
+    def _say_not_saved(self, what: str, error: Exception) -> None:
+        message = (
+            f"The {what} could NOT be saved in {self.directory.path}: {error!r}. Training goes on, "
+            f"and what was saved before is kept ({self.directory.newest_checkpoint() or 'none'}). "
+            "Free disk space: the next save is tried as planned."
         )
-        return {
-            "iteration": self.iteration,
-            "wall_seconds": time.perf_counter() - self._started,
-            "agents": [
-                {
-                    "index": member.agent.index,
-                    "algo": member.agent.algo,
-                    "folder": f"agent_{member.agent.index}",
-                    "steps": member.steps,
-                    "steps_of_run": member.consumed,
-                    "epochs_of_run": member.epochs,
-                    "flat_iterations": member.flat_iterations,
-                    "environment": [c is member.collector for c in collectors].index(True),
-                    "fitness_history": [float(value) for value in member.agent.fitness],
-                    "score_history": [float(value) for value in member.agent.scores],
-                    "step_history": [int(value) for value in member.agent.steps],
-                }
-                for member in self.members
-            ],
-            "best": None if self.best is None else vars(self.best),
-            "environments": [collector.state_dict() for collector in collectors],
-        }
+        logger.error(message, exc_info=error)
+        self.log.say(message)
 
     def _save_after_stop(self, signal_name: str) -> None:
-        where = self._save(f"iteration_{self.iteration:08d}")
+        try:
+            where = self._save(checkpoint_name(self.iteration))
+        except Exception as error:
+            newest = self.directory.newest_checkpoint() or "none"
+            error.add_note(
+                f"Stopped by {signal_name} after iteration {self.iteration}, which could not be "
+                f"saved. The newest checkpoint: {newest}"
+            )
+            raise
         message = f"Stopped by {signal_name} after iteration {self.iteration}. Saved to {where}"
         if self.elite is not None and self.elite.saved:
             message += f"; the best agent so far is in {self.elite.path}"
@@ -256,8 +282,9 @@ class TrainingLoop:
         if not self._learned:
             error.add_note(f"Nothing was trained yet. Logs are in {self.directory.path}")
             return
+        name = f"crashed_in_{checkpoint_name(self.iteration)}"
         try:
-            where = self._save(f"crashed_in_iteration_{self.iteration:08d}")
+            where = self._save(name, in_iteration=True)
         except Exception as second:
             logger.exception("Could not save the agents after %r", error)
             error.add_note(
@@ -266,34 +293,6 @@ class TrainingLoop:
         else:
             logger.error("Iteration %d failed; the agents were saved to %s", self.iteration, where)
             error.add_note(f"Iteration {self.iteration} failed. The agents were saved to {where}")
-
-
-def accuracy(rewards: torch.Tensor, threshold: float) -> float:
-    """Share of rewards (any shape) at or above the threshold."""
-    # Compared in the rewards' own precision: a float32 reward of 1.3 has to reach 1.3.
-    return float((rewards >= torch.tensor(threshold, dtype=rewards.dtype)).float().mean())
-
-
-def reward_statistics(rewards: torch.Tensor, accuracy_threshold: float) -> dict[str, float]:
-    """Mean, population standard deviation and accuracy of ``(P, G)`` rewards."""
-    return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std(correction=0)),
-        "accuracy": accuracy(rewards, accuracy_threshold),
-    }
-
-
-def time_statistics(experience: Experience, learning_seconds: float) -> dict[str, float]:
-    """Seconds of each stage, and tokens generated per second of all three together."""
-    seconds = experience.generation_seconds + experience.environment_seconds + learning_seconds
-    return {
-        "tokens_per_second": experience.generated_tokens / seconds,
-        "generation_seconds": experience.generation_seconds,
-        "environment_seconds": experience.environment_seconds,
-        "learning_seconds": learning_seconds,
-    }
-
-
-def has_reward_variance(rewards: torch.Tensor) -> bool:
-    """Whether some group (row of ``(P, G)``) holds two different rewards."""
-    return bool((rewards != rewards[:, :1]).any())
+        newest = self.directory.newest_checkpoint()
+        if newest is not None:
+            error.add_note(f"To go on from before that: resume_from={str(newest)!r}")

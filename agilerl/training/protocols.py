@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -87,6 +87,8 @@ class SingleTurnEnv(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
     def __len__(self) -> int: ...
 
 
@@ -143,4 +145,7 @@ class Collector(Protocol):
         """Rewards of the whole evaluation, one per row; appends their mean to ``agent.fitness``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-compatible position in the data, for run checkpoints."""
+        """For run checkpoints: ``position`` in the data, facts about these data; plain JSON."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the position in what :meth:`state_dict` gave."""

@@ -8,17 +8,21 @@ import logging
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import agilerl
-from agilerl.training.arguments import LoopOptions
-from agilerl.training.elite import check_elite_outside
+from agilerl.training.elite import Elite, check_elite_outside
+from agilerl.training.log_files import take_over_logs
 from agilerl.training.loop import TrainingLoop
+from agilerl.training.options import LoopOptions
 from agilerl.training.protocols import Agent, Collector
-from agilerl.training.run_directory import RunDirectory, run_name
+from agilerl.training.resume import read_resume
+from agilerl.training.run_checkpoint import RunCheckpoint
+from agilerl.training.run_directory import RunDirectory, lies_in, run_name
 from agilerl.training.run_logging import RunLog
 
 logger = logging.getLogger(__name__)
@@ -31,7 +35,7 @@ def run_training(
     env_name: str,
     total: int | None,
 ) -> None:
-    """Train agents in a run directory of their own.
+    """Train agents in a run directory of their own, or go on with a run in its.
 
     Args:
         agents: The population.
@@ -40,21 +44,65 @@ def run_training(
         env_name: Names the run.
         total: Steps per agent of the whole run, for the progress bar; None when unknown.
     """
+    resume = None
+    if options.resume_from is not None:
+        resume = read_resume(options.resume_from, agents, collectors, env_name)
+    checkpoint = None if resume is None else resume.checkpoint
     name = run_name(agents, env_name)
+    if checkpoint is not None and lies_in(checkpoint.path, options.checkpoint_path):
+        name = checkpoint.state["run"]
     check_elite_outside(options.elite_path, Path(options.checkpoint_path or Path("runs") / name))
-    with RunDirectory(name, options.checkpoint_path) as directory:
+    with ExitStack() as stack:
+        elite = None
+        if options.elite_path is not None:  # the options have checked that save_elite is set
+            elite = stack.enter_context(Elite(options.elite_path))
+        directory = stack.enter_context(RunDirectory(name, options.checkpoint_path, checkpoint))
         config = _config(agents, options, name, env_name)
+        if checkpoint is not None:
+            config["resumed"] = _resumptions(checkpoint)
+            take_over_logs(checkpoint.path.parent, directory.path, checkpoint.state)
         directory.write_config(config)
-        log = RunLog(directory.path, name, options, config, total)
+        state = None if resume is None else resume.state
+        log = RunLog(directory.path, name, options, config, total, state)
         failed = True
         try:
-            logger.info("Run directory: %s", directory.path)
-            if options.verbose:
-                log.say(f"Run directory: {directory.path}")
-            TrainingLoop(agents, collectors, options, directory, log).run()
+            _say_where(log, directory, options, checkpoint)
+            facts = {"run": name, "environment": env_name}
+            loop = TrainingLoop(agents, collectors, options, directory, log, elite, facts)
+            if resume is not None:
+                resume.restore()
+                loop.load_state_dict(resume.state)
+            loop.run()
             failed = False
         finally:
             log.close(failed)
+
+
+def _say_where(
+    log: RunLog, directory: RunDirectory, options: LoopOptions, checkpoint: RunCheckpoint | None
+) -> None:
+    message = f"Run directory: {directory.path}"
+    if checkpoint is not None:
+        message += f", going on from {checkpoint.path} (iteration {checkpoint.iteration})"
+    logger.info(message)
+    if options.verbose:
+        log.say(message)
+
+
+def _resumptions(checkpoint: RunCheckpoint) -> list[dict[str, Any]]:
+    """For ``config.json``: this resumption, after those that the run had already."""
+    try:
+        earlier = json.loads((checkpoint.path.parent / "config.json").read_text(encoding="utf-8"))
+        resumed = list(earlier.get("resumed", []))
+    except (OSError, ValueError, AttributeError, TypeError):
+        resumed = []  # it is for reading only
+    this = {
+        "from": str(checkpoint.path),
+        "iteration": checkpoint.iteration,
+        "run": checkpoint.state["run"],
+        "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    return [*resumed, this]
 
 
 def _config(

@@ -18,6 +18,15 @@ from agilerl.llm.atomic_directory import (
     unlock_directory,
 )
 from agilerl.training.protocols import Agent
+from agilerl.training.run_checkpoint import (
+    PARTIAL,
+    STATE_FILE,
+    RunCheckpoint,
+    complete_checkpoints,
+    iteration_of,
+    prune_checkpoints,
+    write_sums,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +48,25 @@ class RunDirectory:
         name: Name of the run, see :func:`run_name`.
         path: The folder; ``runs/<name>`` when None. What an earlier run left there is moved to
             ``earlier_run_1`` (2, 3, ...) inside it, never overwritten.
+        resumed: The checkpoint from which a run goes on. If it lies in ``path``, what the run left
+            there stays, but for checkpoints of later iterations, which are moved likewise.
 
     Raises:
         RuntimeError: If a living run, in whatever process, writes to ``path``.
     """
 
-    def __init__(self, name: str, path: str | Path | None = None) -> None:
+    def __init__(
+        self, name: str, path: str | Path | None = None, resumed: RunCheckpoint | None = None
+    ) -> None:
         self.name = name
         self.path = _make_unused(Path("runs") / name) if path is None else Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_for_a_run(self.path)
         try:
-            _move_earlier_run(self.path)
+            if resumed is not None and lies_in(resumed.path, path):
+                _move_later_checkpoints(self.path, resumed.iteration)
+            else:
+                _move_earlier_run(self.path)
         except BaseException:
             self.close()
             raise
@@ -69,15 +85,21 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.json``; values that JSON does not know are written as their text."""
-        _write_json(self.path / "config.json", config)
+        partial = self.path / "config.json.partial"
+        _write_json(partial, config)
+        partial.replace(self.path / "config.json")
+
+    def newest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint, None if there is none."""
+        return next(reversed(complete_checkpoints(self.path)), None)
 
     def write_checkpoint(
         self, name: str, agents: Sequence[Agent], run_state: Mapping[str, Any]
     ) -> Path:
         """Save every agent to ``<name>/agent_<index>`` and the state to ``<name>/run_state.json``.
 
-        All is written into a ``.partial`` sibling that is renamed last, so a folder without that
-        suffix is complete. A checkpoint that exists already is left as it is.
+        What a checkpoint holds: :mod:`agilerl.training.run_checkpoint`. One that exists already is
+        left as it is.
 
         Returns:
             The checkpoint's folder.
@@ -85,22 +107,40 @@ class RunDirectory:
         target = self.path / name
         if target.exists():
             return target
-        partial = self.path / f"{name}.partial"
+        partial = self.path / f"{name}{PARTIAL}"
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        saved_before = [agent.last_checkpoint for agent in agents]
         try:
+            partial.mkdir()
             for agent in agents:
                 agent.save_checkpoint(partial / f"agent_{agent.index}")
-            _write_json(partial / "run_state.json", run_state)
+            _write_json(partial / STATE_FILE, run_state)
+            write_sums(partial)
             sync_tree(partial)
             partial.rename(target)
-            for agent in agents:  # what the agent noted is the name before the rename
-                agent.last_checkpoint = str(target / f"agent_{agent.index}")
         except BaseException:
+            for agent, before in zip(agents, saved_before, strict=True):
+                agent.last_checkpoint = before
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        for agent in agents:  # what the agent noted is the name before the rename
+            agent.last_checkpoint = str(target / f"agent_{agent.index}")
         sync_directory(self.path)
         return target
+
+    def prune(self, keep: int) -> None:
+        """Remove old checkpoints, see :func:`prune_checkpoints`; failing to is only logged."""
+        try:
+            prune_checkpoints(self.path, keep)
+        except OSError as error:
+            logger.warning("Old checkpoints in %s could not be removed: %s", self.path, error)
+
+
+def lies_in(checkpoint: Path, run_directory: str | Path | None) -> bool:
+    """Whether a run that goes on from ``checkpoint`` in ``run_directory`` goes on in its own."""
+    return (
+        run_directory is not None and checkpoint.resolve().parent == Path(run_directory).resolve()
+    )
 
 
 def run_name(agents: Sequence[Agent], env_name: str) -> str:
@@ -139,20 +179,40 @@ def _lock_for_a_run(path: Path) -> int | None:
 
 def _move_earlier_run(path: Path) -> None:
     leftovers = [entry for pattern in _RUN_ENTRIES for entry in sorted(path.glob(pattern))]
-    if not leftovers:
-        return
+    if leftovers:
+        logger.warning(
+            "%s holds an earlier run: its metrics, samples and checkpoints were moved to %s",
+            path,
+            _move_aside(path, leftovers),
+        )
+
+
+def _move_later_checkpoints(path: Path, iteration: int) -> None:
+    """Move what was saved after ``iteration``; remove what is not complete."""
+    later = []
+    for entry in sorted([*path.glob("iteration_*"), *path.glob("crashed_in_iteration_*")]):
+        number = iteration_of(entry)
+        if entry.name.endswith(PARTIAL):
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name.startswith("crashed_in") or (number is not None and number > iteration):
+            later.append(entry)
+    if later:
+        logger.warning(
+            "The run goes on after iteration %d: what was saved later was moved to %s",
+            iteration,
+            _move_aside(path, later),
+        )
+
+
+def _move_aside(path: Path, entries: Sequence[Path]) -> Path:
+    """Move entries of ``path`` into its next unused ``earlier_run_<number>``."""
     number = 1
-    while (path / f"earlier_run_{number}").exists():
+    while (destination := path / f"earlier_run_{number}").exists():
         number += 1
-    destination = path / f"earlier_run_{number}"
     destination.mkdir()
-    for entry in leftovers:
+    for entry in entries:
         entry.rename(destination / entry.name)
-    logger.warning(
-        "%s holds an earlier run: its metrics, samples and checkpoints were moved to %s",
-        path,
-        destination,
-    )
+    return destination
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

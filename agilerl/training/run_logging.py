@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from agilerl.training.arguments import LoopOptions
+from agilerl.training.log_files import (
+    COMPLETIONS_FILE,
+    METRICS_FILE,
+    CompletionsFile,
+    MetricsCsv,
+)
+from agilerl.training.options import LoopOptions
 from agilerl.training.protocols import Row, Sample
 from agilerl.training.trackers import TensorBoardSink, WandbSink
 
-FIRST_COLUMNS = (
-    "iteration",
-    "agent",
-    "steps",
-    "wall_seconds",
-    "reward_mean",
-    "reward_std",
-    "accuracy",
-    "fitness",
-    "eval_accuracy",
-    "tokens_per_second",
-    "generation_seconds",
-    "environment_seconds",
-    "learning_seconds",
-    "evaluation_seconds",
-)
-"""Columns every ``metrics.csv`` starts with; those that ``learn`` reports follow."""
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -42,94 +30,26 @@ class Sink(Protocol):
         """End; ``failed`` says that the run crashed."""
 
 
-class MetricsCsv:
-    """One CSV line per row, flushed at once.
-
-    A row with new columns makes the file be written anew with a wider header and swapped in whole,
-    so a kill at any instant costs at most the line being written.
-
-    Args:
-        path: The file, which must not exist.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.columns = list(FIRST_COLUMNS)
-        self._file = path.open("x", newline="", encoding="utf-8")
-        csv.writer(self._file).writerow(self.columns)
-        self._file.flush()
-
-    def write(self, row: Row) -> None:
-        """Append one row; columns it lacks stay empty."""
-        new_columns = [name for name in row if name not in self.columns]
-        if new_columns:
-            self._widen(new_columns)
-        csv.DictWriter(self._file, self.columns).writerow(row)
-        self._file.flush()
-
-    def close(self, failed: bool) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _widen(self, new_columns: Sequence[str]) -> None:
-        self._file.close()
-        with self.path.open(newline="", encoding="utf-8") as current:
-            rows = list(csv.DictReader(current))
-        self.columns.extend(new_columns)
-        wider = self.path.with_suffix(".csv.partial")
-        with wider.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.columns)
-            writer.writeheader()
-            writer.writerows(rows)
-            file.flush()
-            os.fsync(file.fileno())
-        wider.replace(self.path)
-        self._file = self.path.open("a", newline="", encoding="utf-8")
-
-
-class CompletionsFile:
-    """Sample completions, one JSON object per line, flushed at once.
-
-    Args:
-        path: The file, which must not exist.
-    """
-
-    def __init__(self, path: Path) -> None:
-        # A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape.
-        self._file = path.open("x", encoding="utf-8", errors="backslashreplace")
-
-    def write(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
-        """Append the samples."""
-        for sample in samples:
-            record = {
-                "iteration": iteration,
-                "agent": agent,
-                "question": sample.question,
-                "completion": sample.completion,
-                "answer": sample.answer,
-                "reward": sample.reward,
-            }
-            self._file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 class ProgressBar:
     """Steps per agent, with reward, accuracy, KL, tokens per second and time left.
 
     Args:
         total: Steps per agent of the whole run, None when unknown.
         enabled: False draws nothing.
+        done: Steps per agent that lie behind already.
     """
 
-    def __init__(self, total: int | None, enabled: bool) -> None:
+    def __init__(self, total: int | None, enabled: bool, done: int = 0) -> None:
         # Imported late: in a notebook without ipywidgets the import warns.
         from tqdm.auto import tqdm
 
-        self._bar = tqdm(total=total, disable=not enabled, unit="step", dynamic_ncols=True)
+        self._bar = tqdm(
+            total=total,
+            initial=done if total is None else min(done, total),
+            disable=not enabled,
+            unit="step",
+            dynamic_ncols=True,
+        )
         self._last_fitness: float | None = None
 
     def update(self, consumed: int, rows: Sequence[Row]) -> None:
@@ -160,12 +80,16 @@ class ProgressBar:
 class RunLog:
     """Everything one run writes into ``directory`` while it goes, opened together.
 
+    A full disk costs rows, not the run: what cannot be written is said once and tried again with
+    the next row.
+
     Args:
-        directory: The run's folder, without files of an earlier run.
+        directory: The run's folder, without files of another run.
         name: Name of the run in TensorBoard and W&B.
         options: Which of the trackers were asked for.
         config: Facts for the trackers.
         total: Steps per agent of the whole run, None when unknown.
+        resumed: State of the checkpoint that the run goes on from, if it does.
     """
 
     def __init__(
@@ -175,18 +99,34 @@ class RunLog:
         options: LoopOptions,
         config: Mapping[str, Any],
         total: int | None,
+        resumed: Mapping[str, Any] | None = None,
     ) -> None:
-        self._sinks: list[Sink] = [MetricsCsv(directory / "metrics.csv")]
-        self._completions = CompletionsFile(directory / "completions.jsonl")
+        self._metrics = MetricsCsv(directory / METRICS_FILE)
+        self._completions = CompletionsFile(directory / COMPLETIONS_FILE)
+        self._sinks: list[Sink] = [self._metrics]
+        self._wandb: WandbSink | None = None
+        self._failing = False
         if options.tensorboard:
             parent = options.tensorboard_log_dir
             log_dir = directory / "tensorboard" if parent is None else Path(parent) / name
-            self._sinks.append(TensorBoardSink(log_dir))
-        if options.wb:
+            # The iterations that are repeated replace those after the checkpoint.
             self._sinks.append(
-                WandbSink(name, directory, config, options.wandb_kwargs, options.wandb_api_key)
+                TensorBoardSink(log_dir, None if resumed is None else resumed["iteration"] + 1)
             )
-        self._bar = ProgressBar(total, enabled=options.verbose)
+        if options.wb:
+            self._wandb = WandbSink(
+                name,
+                directory,
+                config,
+                options.wandb_kwargs,
+                options.wandb_api_key,
+                run_id=None if resumed is None else resumed["log"]["wandb_run_id"],
+            )
+            self._sinks.append(self._wandb)
+        done = 0
+        if resumed is not None:
+            done = max(agent["steps_of_run"] for agent in resumed["agents"])
+        self._bar = ProgressBar(total, enabled=options.verbose, done=done)
 
     def write_rows(self, rows: Sequence[Row], consumed: int) -> None:
         """Write one iteration: a row per agent.
@@ -197,12 +137,25 @@ class RunLog:
         """
         for row in rows:
             for sink in self._sinks:
-                sink.write(row)
+                self._try(sink.write, row)
         self._bar.update(consumed, rows)
 
     def write_samples(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
         """Append sample completions to ``completions.jsonl``."""
-        self._completions.write(iteration, agent, samples)
+        self._try(self._completions.write, iteration, agent, samples)
+
+    def sync(self) -> None:
+        """Flush the files to disk, before a checkpoint that counts their lines."""
+        self._try(self._metrics.sync)
+        self._try(self._completions.sync)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How much has been written, and the W&B run; JSON-compatible."""
+        return {
+            "metrics_rows": self._metrics.rows,
+            "samples": self._completions.lines,
+            "wandb_run_id": None if self._wandb is None else self._wandb.run_id,
+        }
 
     def say(self, message: str) -> None:
         """Print a line to the user."""
@@ -211,9 +164,23 @@ class RunLog:
     def close(self, failed: bool = False) -> None:
         """Close all; ``failed`` marks the W&B run as crashed."""
         self._bar.close()
-        self._completions.close()
+        self._try(self._completions.close)
         for sink in self._sinks:
-            sink.close(failed)
+            self._try(sink.close, failed)
+
+    def _try(self, write: Callable[..., None], *arguments: Any) -> None:
+        try:
+            write(*arguments)
+        except OSError as error:
+            if not self._failing:
+                logger.error(
+                    "Metrics or samples cannot be written: %r. Training goes on, and so do they "
+                    "once there is room",
+                    error,
+                )
+            self._failing = True
+        else:
+            self._failing = False
 
 
 def _mean(rows: Sequence[Row], name: str, default: float | None = None) -> float | None:

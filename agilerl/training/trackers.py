@@ -15,12 +15,14 @@ class TensorBoardSink:
 
     Args:
         log_dir: Folder of the event file.
+        first: Iteration that the events start with; those of an earlier run in ``log_dir`` from
+            there on are no longer shown. None: all are.
     """
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, first: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(log_dir))
+        self._writer = SummaryWriter(log_dir=str(log_dir), purge_step=first)
 
     def write(self, row: Row) -> None:
         """Add and flush the row's scalars."""
@@ -42,6 +44,7 @@ class WandbSink:
         config: Facts shown as the run's configuration.
         kwargs: Further arguments of ``wandb.init``; they win over the ones set here.
         api_key: Handed to W&B in memory; unlike ``wandb.login`` this writes it to no file.
+        run_id: The W&B run to go on with; None: a new one.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class WandbSink:
         config: Mapping[str, Any],
         kwargs: Mapping[str, Any] | None,
         api_key: str | None,
+        run_id: str | None = None,
     ) -> None:
         import wandb
 
@@ -59,11 +63,14 @@ class WandbSink:
             "name": name,
             "dir": str(directory),
             "config": dict(config),
+            **({} if run_id is None else {"id": run_id, "resume": "allow"}),
             **(kwargs or {}),
         }
         if api_key is not None:
             arguments["settings"] = _with_api_key(arguments.get("settings"), api_key)
         self._run = wandb.init(**arguments)
+        self.run_id: str | None = self._run.id
+        """What W&B calls the run."""
 
     def write(self, row: Row) -> None:
         """Log the row; W&B merges the rows that agents have for the same iteration."""

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from agilerl.llm_envs.base import TrainingOrder
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training import arguments
-from agilerl.training.arguments import LoopOptions
 from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
+from agilerl.training.options import LoopOptions
 from agilerl.training.protocols import Agent, SingleTurnEnv
 from agilerl.training.run import run_training
 from agilerl.training.trackers import require_trackers
@@ -43,6 +43,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     max_steps: int | None = None,
     num_epochs: int | None = None,
     resume_from: str | Path | None = None,
+    *,
+    keep_checkpoints: int = 2,
 ) -> list[AgentT]:
     """Finetune a population on single-turn tasks.
 
@@ -83,14 +85,21 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         accelerator: Not supported yet.
         max_steps: Prompts to consume per agent; the last batch is not cut.
         num_epochs: Passes over the training data.
-        resume_from: Not supported yet.
+        resume_from: A run checkpoint to go on from, or a run directory: its newest one. ``pop``
+            and the environment, made as for the run, give the models and the data; all else, from
+            hyperparameters to random streams, is the checkpoint's. In the same ``checkpoint_path``
+            the run's files are continued, another starts with their rows. See
+            ``docs/checkpoints.md``.
+        keep_checkpoints: Checkpoints to keep: so many last ones, and the one of highest fitness.
 
     Returns:
         ``pop``, trained.
 
     Raises:
         ValueError: For bad values and combinations, naming the argument and the remedy; for a
-            prompt, of either split, that is too long for the context of an agent.
+            prompt, of either split, that is too long for the context of an agent; for a checkpoint
+            that is damaged, or of other agents or data.
+        FileNotFoundError: If ``resume_from`` holds no complete checkpoint.
         TypeError: For values of the wrong type.
         NotImplementedError: For arguments that are not supported yet.
         RuntimeError: If a run that is still going on, in whatever process, has this directory.
@@ -98,13 +107,15 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     """
     arguments.check_population(pop)
     arguments.check_selection(tournament, mutation, evo_steps)
-    arguments.refuse_unsupported(accelerator=accelerator, resume_from=resume_from)
+    arguments.refuse_unsupported(accelerator=accelerator)
     options = LoopOptions(
         max_steps=max_steps,
         num_epochs=num_epochs,
         evaluation_interval=evaluation_interval,
         checkpoint_steps=checkpoint_steps,
         checkpoint_path=checkpoint_path,
+        keep_checkpoints=keep_checkpoints,
+        resume_from=resume_from,
         save_elite=save_elite,
         elite_path=elite_path,
         max_reward=max_reward,
@@ -123,7 +134,7 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     distinct_envs = {id(made): made for made in envs}
     collector_of = {key: ReasoningCollector(made) for key, made in distinct_envs.items()}
     collectors = [collector_of[id(made)] for made in envs]
-    total = _total_prompts(options, len(envs[0]), agents_per_env=len(envs) // len(distinct_envs))
+    total = options.total_prompts(len(envs[0]), agents_per_env=len(envs) // len(distinct_envs))
     run_training(pop, collectors, options, env_name=envs[0].name, total=total)
     return pop
 
@@ -155,6 +166,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     resume_from: str | Path | None = None,
     max_wall_seconds: float | None = None,
     *,
+    keep_checkpoints: int = 2,
     groups_per_iteration: int = 8,
     train_seeds: int = 1024,
     evaluation_episodes: int = 64,
@@ -198,8 +210,10 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         verbose: Show a progress bar.
         accelerator: Not supported yet.
         num_epochs: Passes over the training seeds; None: no bound.
-        resume_from: Not supported yet.
-        max_wall_seconds: The run ends with the iteration in which so much time has passed.
+        resume_from: As in :func:`finetune_llm_reasoning`.
+        max_wall_seconds: The run ends with the iteration in which so much time has passed, that
+            before it was resumed included.
+        keep_checkpoints: As in :func:`finetune_llm_reasoning`.
         groups_per_iteration: Training seeds played at a time.
         train_seeds: The training seeds are ``0 .. train_seeds - 1``.
         evaluation_episodes: Episodes of an evaluation.
@@ -214,7 +228,9 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         ``pop``, trained.
 
     Raises:
-        ValueError: For an argument that makes no sense, a context that does not fit.
+        ValueError: For an argument that makes no sense, a context that does not fit, a checkpoint
+            that is damaged or another run's.
+        FileNotFoundError: If ``resume_from`` holds no complete checkpoint.
         TypeError: For an argument of the wrong type, or an environment of the wrong kind.
         NotImplementedError: For arguments that are not supported yet.
         EnvironmentFailure: If more than half of a batch of episodes failed.
@@ -223,7 +239,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     """
     arguments.check_population(pop)
     arguments.check_selection(tournament, mutation, evo_steps)
-    arguments.refuse_unsupported(accelerator=accelerator, resume_from=resume_from)
+    arguments.refuse_unsupported(accelerator=accelerator)
     options = LoopOptions(
         max_steps=max_steps,
         num_epochs=num_epochs,
@@ -231,6 +247,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         evaluation_interval=evaluation_interval,
         checkpoint_steps=checkpoint_steps,
         checkpoint_path=checkpoint_path,
+        keep_checkpoints=keep_checkpoints,
+        resume_from=resume_from,
         save_elite=save_elite,
         elite_path=elite_path,
         max_reward=max_reward,
@@ -252,9 +270,11 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         arguments.fit_context(made, pop)
         return made
 
-    # One is made at once, so that what is wrong with it shows before anything is written.
-    first = make_env(**(env_config or {}))
-    waiting = [first]
+    # One is made at once, so that what is wrong with it shows before anything is written. To go on
+    # with a run all are: making them may draw from the random streams that are then restored.
+    at_once = groups_per_iteration * max(agent.group_size for agent in pop) if resume_from else 1
+    waiting = [make_env(**(env_config or {})) for _ in range(at_once)]
+    name = type(getattr(waiting[0], "env", waiting[0])).__name__  # of what is in the wrapper
     env = SyncMultiTurnVecEnv(
         lambda **config: waiting.pop() if waiting else make_env(**config),
         batch_size=groups_per_iteration,
@@ -272,22 +292,9 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
             MultiTurnCollector(env, TrainingOrder(train_seeds, groups_per_iteration, seed))
             for _ in pop
         ]
-        run_training(pop, collectors, options, _env_name(first), total=max_steps)
+        run_training(pop, collectors, options, name, total=max_steps)
     finally:
         env.close()
+        for unused in waiting:
+            unused.close()
     return pop
-
-
-def _env_name(env: MultiTurnEnv) -> str:
-    """Class of the environment inside the wrapper, for the run's name."""
-    return type(getattr(env, "env", env)).__name__
-
-
-def _total_prompts(options: LoopOptions, rows: int, agents_per_env: int) -> int:
-    """Prompts per agent that the run will consume, up to the last batch, for the progress bar."""
-    bounds = []
-    if options.max_steps is not None:
-        bounds.append(options.max_steps)
-    if options.num_epochs is not None:
-        bounds.append(-(-options.num_epochs * rows // agents_per_env))
-    return min(bounds)

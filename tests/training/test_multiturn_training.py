@@ -246,7 +246,7 @@ def test_environments_that_mostly_fail_end_the_run_by_name() -> None:
         ({"max_wall_seconds": "1 h"}, TypeError, "max_wall_seconds='1 h'"),
         ({"evaluation_episodes": 0}, ValueError, "evaluation_episodes"),
         ({"step_timeout": -1.0}, ValueError, "step_timeout"),
-        ({"resume_from": "run"}, NotImplementedError, "resume_from"),
+        ({"resume_from": "run"}, FileNotFoundError, "resume_from='run' holds no complete"),
         ({"pop": []}, ValueError, "pop is empty"),
     ],
 )

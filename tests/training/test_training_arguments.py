@@ -67,7 +67,10 @@ def call(**options: Any) -> Any:
             "tournament, mutation and evo_steps",
         ),
         ({"accelerator": OBJECT}, NotImplementedError, "accelerator is not supported yet"),
-        ({"resume_from": "x"}, NotImplementedError, "resume_from is not supported yet"),
+        ({"keep_checkpoints": 0}, ValueError, "keep_checkpoints=0 must be at least 1"),
+        ({"keep_checkpoints": None}, TypeError, "keep_checkpoints=None must be an int"),
+        ({"resume_from": 7}, TypeError, "resume_from=7 must be a str or Path"),
+        ({"resume_from": "x"}, FileNotFoundError, "resume_from='x' holds no complete run"),
     ],
 )
 def test_bad_input(

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.training.log_files import FIRST_COLUMNS, CompletionsFile, MetricsCsv
 from agilerl.training.protocols import Sample
-from agilerl.training.run_logging import FIRST_COLUMNS, CompletionsFile, MetricsCsv, ProgressBar
+from agilerl.training.run_logging import ProgressBar
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 HERE = Path(__file__).parent

@@ -11,8 +11,13 @@ import pytest
 import torch
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.training.loop import accuracy, has_reward_variance, reward_statistics, time_statistics
 from agilerl.training.protocols import Experience
+from agilerl.training.row_statistics import (
+    accuracy,
+    has_reward_variance,
+    reward_statistics,
+    time_statistics,
+)
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 
@@ -52,9 +57,11 @@ def test_signature_is_the_contract() -> None:
         "max_steps": None,
         "num_epochs": None,
         "resume_from": None,
+        "keep_checkpoints": 2,
     }
     assert list(parameters)[:4] == ["pop", "env", "env_fn", "init_hp"]
-    assert list(parameters)[-4:] == ["accelerator", "max_steps", "num_epochs", "resume_from"]
+    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional[-4:] == ["accelerator", "max_steps", "num_epochs", "resume_from"]
 
 
 def test_history_of_one_agent() -> None:

@@ -56,7 +56,12 @@ def test_a_checkpoint_holds_the_population_and_the_runs_state(tmp_path: Path) ->
     )
     assert children(tmp_path / "c") == ["iteration_00000002"]
     child = tmp_path / "c" / "iteration_00000002"
-    assert sorted(path.name for path in child.iterdir()) == ["agent_0", "agent_5", "run_state.json"]
+    assert sorted(path.name for path in child.iterdir()) == [
+        "SHA256SUMS",
+        "agent_0",
+        "agent_5",
+        "run_state.json",
+    ]
     saved = json.loads((child / "agent_5" / "agent.json").read_text())
     assert saved == {"index": 5, "learned": 2, "optimizer": True}
     state = json.loads((child / "run_state.json").read_text())
@@ -67,7 +72,7 @@ def test_a_checkpoint_holds_the_population_and_the_runs_state(tmp_path: Path) ->
         "iteration": 1,
     }
     # Four batches of two are consumed, the first of the second pass is pending.
-    assert state["environments"] == [{"epoch": 1, "position": 2}]
+    assert [env["position"] for env in state["environments"]] == [{"epoch": 1, "position": 2}]
     second = state["agents"][1]
     assert (second["index"], second["folder"], second["environment"]) == (5, "agent_5", 0)
     assert (second["steps"], second["steps_of_run"]) == (4, 4)
@@ -87,7 +92,7 @@ def test_environments_of_their_own_are_saved_one_by_one(tmp_path: Path) -> None:
     )
     state = json.loads((tmp_path / "c" / "iteration_00000001" / "run_state.json").read_text())
     assert [agent["environment"] for agent in state["agents"]] == [0, 1]
-    assert state["environments"] == [{"epoch": 0, "position": 4}] * 2
+    assert [env["position"] for env in state["environments"]] == [{"epoch": 0, "position": 4}] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -102,7 +102,7 @@ def test_two_epochs_with_evaluations_in_between(raw: bool, tmp_path: Path) -> No
 
     state = json.loads((tmp_path / "iteration_00000004" / "run_state.json").read_text())
     restored = make_env()
-    restored.load_state_dict(state["environments"][0])
+    restored.load_state_dict(state["environments"][0]["position"])
     restored.reset()
     assert restored.questions == [sample["question"] for sample in samples[7:9]]
 

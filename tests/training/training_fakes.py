@@ -7,7 +7,7 @@ that one token earns 1 and every other 0.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,9 @@ class FakeGym:
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.num_epochs, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_epochs, self.position, self.pending = state["epoch"], state["position"], []
 
     def _prompts(self) -> list[dict[str, Any]]:
         return [

@@ -73,7 +73,7 @@ def load_into(
         FileNotFoundError: If there is no checkpoint, or it lacks a file.
         ValueError: If it is damaged, or does not fit the agent.
     """
-    saved, attributes = _read(path)
+    saved, attributes = read(path)
     roles = {"actor": saved["actor"]}
     if "reference" in agent.policy.slots:
         own = saved.get("reference")
@@ -90,7 +90,7 @@ def load_into(
             role: lora_merge.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
             for role, adapter in roles.items()
         }
-        engine = None if optimizer is None else _restored_engine(agent, optimizer)
+        engine = None if optimizer is None else restored_engine(agent, optimizer)
 
     _write_base(agent.policy, base)
     for role, tensors in fitted.items():
@@ -150,12 +150,13 @@ def _attributes(agent: LLMAlgorithm) -> dict[str, Any]:
         "arguments": encode_arguments(agent.inspect_attributes(agent, input_args_only=True)),
         "history": {name: encode_value(value, name) for name, value in history.items()},
         "rng_state": agent.rng.get_state(),
+        "bad_steps": agent.health.bad_steps,
         "base_name": agent.model_name or model.name_or_path or None,
         "base_dtype": encode_value(model.dtype, "base_dtype"),
     }
 
 
-def _read(path: Path) -> tuple[dict[str, LoadedAdapter], dict[str, Any]]:
+def read(path: Path) -> tuple[dict[str, LoadedAdapter], dict[str, Any]]:
     """The adapters by role, and the attributes; a plain PEFT directory has an actor only."""
     if (path / checkpoint.ADAPTER_FILE).is_file():
         return {"actor": LoadedAdapter(*checkpoint.load_adapter(path))}, {}
@@ -188,7 +189,7 @@ def _merged_config(
     return merged if lora_merge.differing_fields(live, merged) else None
 
 
-def _restored_engine(agent: LLMAlgorithm, state: Any) -> LocalEngine:
+def restored_engine(agent: LLMAlgorithm, state: Any) -> LocalEngine:
     """A new engine for the agent with a saved optimizer and schedule.
 
     Raises:

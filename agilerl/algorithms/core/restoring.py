@@ -1,0 +1,202 @@
+"""A living agent set back to exactly where a checkpoint was written, as resumed runs need it.
+
+``load_checkpoint`` loads weights into an agent that keeps its hyperparameters; here everything
+comes from the checkpoint but the model that the agent sits on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agilerl.algorithms.core import persistence
+from agilerl.algorithms.core.plain_values import decode_arguments, decode_value, encode_arguments
+from agilerl.llm import lora_merge
+
+if TYPE_CHECKING:
+    from agilerl.algorithms.core.llm import LLMAlgorithm
+    from agilerl.llm.engine.local import LocalEngine
+
+logger = logging.getLogger(__name__)
+
+# How the agent in hand was built: model, adapter layout, engines. The checkpoint has to fit these.
+_OF_THE_AGENT = (
+    "index",
+    "model_name",
+    "model_config",
+    "lora_config",
+    "lora_target_scope",
+    "use_separate_reference_adapter",
+    "quantization_config",
+    "torch_compiler",
+    "use_vllm",
+    "vllm_config",
+)
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint's file is missing or its content not what was written."""
+
+
+@dataclass(frozen=True)
+class SavedAgent:
+    """A checkpoint that was read, and found to fit the agent."""
+
+    agent: LLMAlgorithm
+    path: Path
+    adapters: dict[str, dict[str, torch.Tensor]]
+    """Tensors by role."""
+    settings: dict[str, Any]
+    """Hyperparameters."""
+    history: dict[str, Any]
+    rng: torch.Generator
+    engine: LocalEngine
+    """A new engine with the saved optimizer and schedule."""
+    bad_steps: int
+
+    def restore(self) -> None:
+        """Set the agent back."""
+        agent = self.agent
+        for role, tensors in self.adapters.items():
+            lora_merge.write_adapter(agent.policy, role, tensors)
+        for name, value in (self.settings | self.history).items():
+            setattr(agent, name, value)
+        agent.rng.set_state(self.rng.get_state())
+        agent.engine = self.engine
+        agent.health.bad_steps = self.bad_steps
+        agent.health.last_checkpoint = str(self.path)
+        agent.policy.use("actor")
+
+
+def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
+    """Read a checkpoint for an agent built like the one it is of; changes nothing yet.
+
+    Args:
+        agent: The agent to set back.
+        path: A checkpoint with adapters and optimizer, as ``save_checkpoint(path)`` writes it.
+
+    Raises:
+        DamagedCheckpointError: If a file is missing or damaged.
+        ValueError: If it is a checkpoint of an agent of another kind, index or adapter.
+    """
+    try:
+        saved, attributes = persistence.read(path)
+    except (ValueError, FileNotFoundError) as error:
+        raise DamagedCheckpointError(str(error)) from error
+    _check_identity(agent, path, attributes, set(saved))
+    for adapter in saved.values():
+        lora_merge.check_same_config(agent.policy.lora_config, adapter.config)
+    settings = _settings(agent, attributes["arguments"])
+    with _having(agent, settings):
+        engine = persistence.restored_engine(agent, attributes["optimizer"])
+    _restore_rates(engine, attributes["optimizer"])
+    return SavedAgent(
+        agent=agent,
+        path=path,
+        adapters={
+            role: lora_merge.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
+            for role, adapter in saved.items()
+        },
+        settings=settings,
+        history=_history(agent, path, attributes["history"]),
+        rng=_generator(path, attributes["rng_state"]),
+        engine=engine,
+        bad_steps=int(attributes.get("bad_steps", 0)),
+    )
+
+
+def _check_identity(
+    agent: LLMAlgorithm, path: Path, attributes: Mapping[str, Any], roles: set[str]
+) -> None:
+    if "optimizer" not in attributes:
+        raise ValueError(f"{path} holds no optimizer state; save it with save_optimizer=True")
+    pairs: dict[str, tuple[Any, Any]] = {
+        "algorithm": (attributes["algo"], agent.algo),
+        "index": (attributes["history"].get("index"), agent.index),
+        "adapters": (sorted(roles), sorted(agent.policy.slots)),
+    }
+    for what, (theirs, own) in pairs.items():
+        if theirs != own:
+            raise ValueError(
+                f"{path} is a checkpoint of another agent: its {what} {_is(what)} {theirs!r}, "
+                f"this agent's {own!r}; build the agent as it was built for the checkpoint"
+            )
+
+
+def _is(what: str) -> str:
+    return "are" if what.endswith("s") else "is"
+
+
+def _settings(agent: LLMAlgorithm, saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved hyperparameters; says which of the agent's own have no effect."""
+    own = encode_arguments(agent.inspect_attributes(agent, input_args_only=True))
+    mutable = set(agent.hp_config or ())
+    differing = [
+        f"{name}={saved[name]!r} (not {own[name]!r})"
+        for name in saved.keys() & own.keys() - mutable - set(_OF_THE_AGENT)
+        if saved[name] != own[name]
+    ]
+    if differing:
+        logger.warning(
+            "Agent %d goes on with the hyperparameters of its checkpoint: %s",
+            agent.index,
+            ", ".join(sorted(differing)),
+        )
+    return {
+        name: value
+        for name, value in decode_arguments(saved).items()
+        if name in own and name not in _OF_THE_AGENT
+    }
+
+
+def _history(agent: LLMAlgorithm, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
+    missing = [name for name in agent._history if name not in saved]
+    if missing:
+        raise DamagedCheckpointError(
+            f"{path} is damaged: its history lacks {missing}; use another checkpoint"
+        )
+    return {name: decode_value(saved[name]) for name in agent._history}
+
+
+def _generator(path: Path, state: torch.Tensor) -> torch.Generator:
+    try:
+        return torch.Generator().set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise DamagedCheckpointError(
+            f"{path} is damaged: its rng_state is no state of a generator; use another checkpoint"
+        ) from error
+
+
+@contextlib.contextmanager
+def _having(agent: LLMAlgorithm, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Within it the agent has other hyperparameters."""
+    before = {name: getattr(agent, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            setattr(agent, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(agent, name, value)
+
+
+def _restore_rates(engine: LocalEngine, saved: Mapping[str, Any]) -> None:
+    """Give an engine the saved learning rates to the last bit.
+
+    Its own loading scales them to the live rate, which rounds; and a rate that was mutated after
+    the last step takes effect with the next one, as it would have without the interruption.
+    """
+    groups = zip(engine.optimizer.param_groups, saved["optimizer"]["param_groups"], strict=True)
+    for group, saved_group in groups:
+        for name in ("lr", "initial_lr"):
+            if name in saved_group:
+                group[name] = saved_group[name]
+        engine.lr = group.get("initial_lr", group["lr"])
+    if engine.scheduler is not None and saved["scheduler"] is not None:
+        engine.scheduler.load_state_dict(saved["scheduler"])

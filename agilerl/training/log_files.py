@@ -1,0 +1,223 @@
+"""The two files that a run appends to, and how a resumed run takes over those of an earlier one."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from agilerl.training.protocols import Row, Sample
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.csv"
+COMPLETIONS_FILE = "completions.jsonl"
+FIRST_COLUMNS = (
+    "iteration",
+    "agent",
+    "steps",
+    "wall_seconds",
+    "reward_mean",
+    "reward_std",
+    "accuracy",
+    "fitness",
+    "eval_accuracy",
+    "tokens_per_second",
+    "generation_seconds",
+    "environment_seconds",
+    "learning_seconds",
+    "evaluation_seconds",
+)
+"""Columns every ``metrics.csv`` starts with; those that ``learn`` reports follow."""
+
+
+class MetricsCsv:
+    """One CSV line per row, flushed at once.
+
+    A row with new columns makes the file be written anew with a wider header and swapped in whole,
+    so a kill at any instant costs at most the line being written.
+
+    Args:
+        path: The file; rows are appended to one that exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.columns = list(FIRST_COLUMNS)
+        self.rows = 0
+        """Rows in the file."""
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as existing:
+                reader = csv.DictReader(existing)
+                self.columns = list(reader.fieldnames or FIRST_COLUMNS)
+                self.rows = sum(1 for _ in reader)
+            self._file = path.open("a", newline="", encoding="utf-8")
+            return
+        self._file = path.open("x", newline="", encoding="utf-8")
+        csv.writer(self._file).writerow(self.columns)
+        self._file.flush()
+
+    def write(self, row: Row) -> None:
+        """Append one row; columns it lacks stay empty."""
+        new_columns = [name for name in row if name not in self.columns]
+        if new_columns:
+            self._widen(new_columns)
+        csv.DictWriter(self._file, self.columns).writerow(row)
+        self.rows += 1
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Flush to disk what was written."""
+        os.fsync(self._file.fileno())
+
+    def close(self, failed: bool) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _widen(self, new_columns: Sequence[str]) -> None:
+        columns = [*self.columns, *new_columns]
+        with self.path.open(newline="", encoding="utf-8") as current:
+            rows = list(csv.DictReader(current))
+
+        def write(file: TextIO) -> None:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+
+        _replace(self.path, write)
+        self._file.close()
+        self.columns = columns
+        self._file = self.path.open("a", newline="", encoding="utf-8")
+
+
+class CompletionsFile:
+    """Sample completions, one JSON object per line, flushed at once.
+
+    Args:
+        path: The file; lines are appended to one that exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.lines = 0
+        """Lines in the file."""
+        if path.exists():
+            with path.open("rb") as existing:
+                self.lines = sum(1 for _ in existing)
+        # A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape.
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+
+    def write(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
+        """Append the samples."""
+        for sample in samples:
+            record = {
+                "iteration": iteration,
+                "agent": agent,
+                "question": sample.question,
+                "completion": sample.completion,
+                "answer": sample.answer,
+                "reward": sample.reward,
+            }
+            self._file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+            self.lines += 1
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Flush to disk what was written."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def take_over_logs(source: Path, target: Path, state: dict[str, Any]) -> None:
+    """Give a resumed run the rows and samples up to its checkpoint.
+
+    Later ones, and lines that a kill left incomplete, are left out: the run repeats them.
+
+    Args:
+        source: Run directory of the checkpoint.
+        target: Run directory of the resumed run; may be the same.
+        state: The checkpoint's state.
+    """
+    iteration = int(state["iteration"])
+    # Rows whose evaluation is still due are written once it has been made up for.
+    rows_until = iteration - (state["unevaluated_rows"] is not None)
+    takings: list[tuple[str, Callable[[Path, Path, int], int], int, str]] = [
+        (METRICS_FILE, _copy_rows, rows_until, "metrics_rows"),
+        (COMPLETIONS_FILE, _copy_samples, iteration, "samples"),
+    ]
+    for name, copy, until, noted in takings:
+        if not (source / name).exists():
+            logger.warning("%s is missing: %s starts afresh", source / name, target / name)
+            continue
+        kept = copy(source / name, target / name, until)
+        missing = int(state["log"][noted]) - kept
+        if missing > 0:
+            logger.warning(
+                "%s lacks %d lines up to iteration %d that were there when the checkpoint was "
+                "written",
+                source / name,
+                missing,
+                until,
+            )
+
+
+def _copy_rows(source: Path, target: Path, until: int) -> int:
+    with source.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        columns = list(reader.fieldnames or FIRST_COLUMNS)
+        kept = [row for row in reader if _whole(row) and _within(row, until)]
+
+    def write(file: TextIO) -> None:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(kept)
+
+    _replace(target, write)
+    return len(kept)
+
+
+def _copy_samples(source: Path, target: Path, until: int) -> int:
+    # A line that a kill cut in two may end within a character.
+    with source.open(encoding="utf-8", errors="replace") as file:
+        kept = [line for line in file if _within(_parsed(line), until)]
+    _replace(target, lambda file: file.writelines(kept))
+    return len(kept)
+
+
+def _whole(row: dict[Any, Any]) -> bool:
+    """Whether a row has as many cells as there are columns."""
+    return None not in row and None not in row.values()
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return None
+
+
+def _within(record: Any, until: int) -> bool:
+    try:
+        return int(record["iteration"]) <= until
+    except (TypeError, KeyError, ValueError):
+        return False
+
+
+def _replace(path: Path, write: Callable[[TextIO], Any]) -> None:
+    """Swap in a file written anew, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", newline="", encoding="utf-8") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

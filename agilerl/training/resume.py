@@ -1,0 +1,136 @@
+"""A run that goes on from a checkpoint: all is read and checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agilerl.algorithms.core.restoring import (
+    DamagedCheckpointError,
+    SavedAgent,
+    read_saved_agent,
+)
+from agilerl.training.protocols import Agent, Collector
+from agilerl.training.run_checkpoint import (
+    RunCheckpoint,
+    damaged,
+    find_checkpoint,
+    read_checkpoint,
+)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint that fits the population and the environments in hand."""
+
+    checkpoint: RunCheckpoint
+    agents: list[SavedAgent]
+    environments: list[tuple[Collector, dict[str, Any]]]
+    """Collectors with the states to load."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the run."""
+        return self.checkpoint.state
+
+    def restore(self) -> None:
+        """Set agents and environments back."""
+        for collector, state in self.environments:
+            collector.load_state_dict(state)
+        for agent in self.agents:
+            agent.restore()
+
+
+def read_resume(
+    resume_from: str | Path,
+    agents: Sequence[Any],
+    collectors: Sequence[Collector],
+    env_name: str,
+) -> Resume:
+    """Read the checkpoint that a run shall go on from; changes nothing.
+
+    Args:
+        resume_from: A run checkpoint, or a run directory: its newest complete one.
+        agents: The population that is to go on.
+        collectors: One per agent.
+        env_name: Name of the environment.
+
+    Raises:
+        FileNotFoundError: If there is no complete checkpoint.
+        ValueError: If a file is damaged, or it is a checkpoint of other agents or environments.
+    """
+    checkpoint = read_checkpoint(find_checkpoint(resume_from))
+    state = checkpoint.state
+    _check_population(checkpoint, agents, collectors)
+    if state["environment"] != env_name:
+        raise _another(checkpoint, "environment", state["environment"], env_name)
+    # Of agents that share a collector the last one stands for all.
+    by_number = {
+        saved["environment"]: collector
+        for saved, collector in zip(state["agents"], collectors, strict=True)
+    }
+    environments = [(by_number[i], saved) for i, saved in enumerate(state["environments"])]
+    for collector, saved in environments:
+        _check_data(checkpoint, saved, collector.state_dict())
+    return Resume(checkpoint, [_read_agent(checkpoint, agent) for agent in agents], environments)
+
+
+def _read_agent(checkpoint: RunCheckpoint, agent: Any) -> SavedAgent:
+    try:
+        return read_saved_agent(agent, checkpoint.path / f"agent_{agent.index}")
+    except DamagedCheckpointError as error:
+        raise damaged(checkpoint.path, str(error)) from error
+
+
+def _check_population(
+    checkpoint: RunCheckpoint, agents: Sequence[Agent], collectors: Sequence[Collector]
+) -> None:
+    saved = checkpoint.state["agents"]
+    pairs = {
+        "agents": (
+            [f"{agent['algo']} {agent['index']}" for agent in saved],
+            [f"{agent.algo} {agent.index}" for agent in agents],
+        ),
+        "environment of each agent": (
+            [agent["environment"] for agent in saved],
+            _numbers(collectors),
+        ),
+    }
+    for what, (theirs, own) in pairs.items():
+        if theirs != own:
+            raise _another(checkpoint, what, theirs, own)
+
+
+def _numbers(collectors: Sequence[Collector]) -> list[int]:
+    """0 for the first collector, 1 for the next different one, ..., as checkpoints note them."""
+    distinct = list(dict.fromkeys(id(collector) for collector in collectors))
+    return [distinct.index(id(collector)) for collector in collectors]
+
+
+def _check_data(
+    checkpoint: RunCheckpoint, saved: Mapping[str, Any], own: Mapping[str, Any]
+) -> None:
+    """Compare what does not change while a run goes on: prompts, number of rows, seed."""
+    facts = [
+        {**_fixed(state.get("position")), **{k: v for k, v in state.items() if k != "position"}}
+        for state in (saved, own)
+    ]
+    for name in facts[0] | facts[1]:
+        theirs, mine = (each.get(name) for each in facts)
+        if theirs != mine:
+            raise _another(checkpoint, f"{name} of the environment", theirs, mine)
+
+
+def _fixed(position: Any) -> dict[str, Any]:
+    known = position if isinstance(position, Mapping) else {}
+    return {name: known[name] for name in ("rows", "seed") if name in known}
+
+
+def _another(checkpoint: RunCheckpoint, what: str, theirs: Any, own: Any) -> ValueError:
+    return ValueError(
+        f"{checkpoint.path} is a checkpoint of another run: {what}: {theirs!r} there, {own!r} "
+        "here. Pass the population and the environments that the run was started with, or leave "
+        "resume_from out to start a new run."
+    )
