@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from jinja2 import TemplateError
@@ -71,12 +71,21 @@ def fill_template(conversation_template: Conversation, question: str) -> list[di
     ]
 
 
-def render_conversation(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
+def render_conversation(
+    conversation: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> str:
     """Write a conversation as the text that the model continues.
 
     A conversation that ends with an assistant message is a started answer: it is left open. Any
     other gets the header of a new assistant turn. Without a chat template the contents are joined
     as they are, roles left out.
+
+    Args:
+        conversation: The messages.
+        tokenizer: Whose chat template is used.
+        template_arguments: What else the template takes, such as ``enable_thinking``.
 
     Raises:
         ValueError: The tokenizer's chat template refuses the conversation.
@@ -90,6 +99,7 @@ def render_conversation(conversation: Conversation, tokenizer: PreTrainedTokeniz
             tokenize=False,
             add_generation_prompt=not started,
             continue_final_message=started,
+            **(template_arguments or {}),
         )
     except TemplateError as exc:
         roles = [message["role"] for message in conversation]

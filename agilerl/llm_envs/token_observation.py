@@ -39,16 +39,20 @@ class TokenObservationWrapper:
             ``step(str) -> (str, reward, terminated, truncated, info)``.
         tokenizer: The model's tokenizer.
         max_turns: An episode is truncated after this many turns.
-        pad_id: Right padding to take off the rows given to ``step``; None: the tokenizer's.
+        pad_id: Right padding to take off the rows given to ``step``, for those who pad them: the
+            first of a trailing run counts as sampled unless a special token is before it. None:
+            nothing is taken off, which is right for ``get_action``, where a prompt that is
+            completed once is not padded.
         apply_chat_template: Observations become user messages of the tokenizer's chat template;
             False: everything is put one behind the other as it is.
         max_model_len: No row gets longer; None: no limit. The training functions fill in the
             agent's.
         max_output_tokens: Room that a prompt has to leave for the answer; None: one token.
         enable_sliding_window: When the context is full, the oldest turns (but not the first
-            observation) leave it, instead of the episode ending. Each turn is trained in the
-            context it was sampled in, so an episode may give several rows.
+            observation) leave it until half of it is free, instead of the episode ending. Each turn
+            is trained in the context it was sampled in, so an episode may give several rows.
         system_prompt: First message of every conversation.
+        chat_template_kwargs: What else the chat template takes, such as ``enable_thinking``.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -67,11 +71,12 @@ class TokenObservationWrapper:
         enable_sliding_window: bool = False,
         *,
         system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.env = _checked_env(env)
         self.tokenizer = tokenizer
         self.max_turns = checked_int("max_turns", max_turns)
-        self.pad_id = tokenizer.pad_token_id if pad_id is None else checked_int("pad_id", pad_id, 0)
+        self.pad_id = None if pad_id is None else checked_int("pad_id", pad_id, 0)
         self.max_model_len = (
             None if max_model_len is None else checked_int("max_model_len", max_model_len, least=2)
         )
@@ -81,7 +86,9 @@ class TokenObservationWrapper:
             else checked_int("max_output_tokens", max_output_tokens)
         )
         self.enable_sliding_window = enable_sliding_window
-        self._boundary = TurnBoundary(tokenizer, apply_chat_template, system_prompt)
+        self._boundary = TurnBoundary(
+            tokenizer, apply_chat_template, system_prompt, chat_template_kwargs
+        )
         self._takes_seed = _takes_seed(env)
         self._rows: EpisodeRows | None = None
         self._rewards: list[float] = []
@@ -126,9 +133,7 @@ class TokenObservationWrapper:
         """Take the model's answer to the prompt handed out last.
 
         Args:
-            full_completion_ids: ``(1, T)`` long: prompt, answer, right padding. Where the padding
-                is a token that also ends answers, the first of a trailing run counts as sampled;
-                ``get_action`` pads no row when each prompt is completed once.
+            full_completion_ids: ``(1, T)`` long: prompt, answer, and padding if ``pad_id`` is set.
 
         Returns:
             The next prompt, reward, terminated, truncated, info. After the end the prompt is the
@@ -183,7 +188,7 @@ class TokenObservationWrapper:
             raise RuntimeError("there is no episode; call reset() first")
         rewards = torch.zeros(self.max_turns)
         rewards[: len(self._rewards)] = torch.tensor(self._rewards)
-        return *self._rows.tensors(self.pad_id or 0), rewards
+        return *self._rows.tensors(self.pad_id or self.tokenizer.pad_token_id or 0), rewards
 
     def close(self) -> None:
         """Close the environment, if it can be closed."""
@@ -197,8 +202,13 @@ class TokenObservationWrapper:
             return "max_turns"
         text, ids = self._boundary.follow(action, observation)
         feedback = Piece(ids, text)
-        while not self._fits(rows.length + len(feedback.ids)):
-            if not (self.enable_sliding_window and rows.drop_oldest_turn()):
+        if not self._fits(rows.length + len(feedback.ids)):
+            if not self.enable_sliding_window:
+                return "max_model_len"
+            # Down to half the context at once: a slide begins a new row and recomputes its context.
+            while not self._fits(2 * (rows.length + len(feedback.ids))) and rows.drop_oldest_turn():
+                pass
+            if not self._fits(rows.length + len(feedback.ids)):
                 return "max_model_len"
         rows.add_feedback(feedback)
         return None
@@ -253,9 +263,10 @@ class TokenObservationWrapper:
         end = len(ids)
         while end and ids[end - 1] == self.pad_id:
             end -= 1
-        if end < len(ids) and self.pad_id == self.tokenizer.eos_token_id:
-            end += 1
-        return ids[:end]
+        padded = end < len(ids)
+        ended = end > 0 and ids[end - 1] in self._boundary.special_ids
+        # What ends answers may be the padding's id: after plain text the first one was sampled.
+        return ids[: end + 1] if padded and not ended else ids[:end]
 
 
 def _checked_env(env: Any) -> TextEnv:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from agilerl.llm.prompts import has_chat_template, render_conversation
 
@@ -34,6 +34,7 @@ class TurnBoundary:
         apply_chat_template: Use its chat template; False: observations and answers are put one
             behind the other as they are.
         system_prompt: First message of every conversation; None: none.
+        template_arguments: What else the template takes, such as ``enable_thinking``.
 
     Raises:
         ValueError: The chat template refuses the system prompt.
@@ -44,9 +45,12 @@ class TurnBoundary:
         tokenizer: PreTrainedTokenizerBase,
         apply_chat_template: bool = True,
         system_prompt: str | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
+        self.template_arguments = template_arguments
+        self.special_ids = special_ids(tokenizer)
         self.has_template = apply_chat_template and has_chat_template(tokenizer)
         if apply_chat_template and not self.has_template:
             _warn_no_template()
@@ -85,7 +89,7 @@ class TurnBoundary:
         text = self._after_answer(answer, observation)
         ids = self._tokenize_inside(text)
         last = answer[-1]
-        if ids and ids[0] == last and last in self.tokenizer.all_special_ids:
+        if ids and ids[0] == last and last in self.special_ids:
             return text.removeprefix(str(self.tokenizer.convert_ids_to_tokens(last))), ids[1:]
         return text, ids
 
@@ -103,7 +107,8 @@ class TurnBoundary:
         if whole.startswith(self._opening + text):
             return whole[len(self._opening) + len(text) :]
         _warn_rewritten(str(self.tokenizer.chat_template))
-        _, found, after = self._render(_MARK, observation).rpartition(_MARK)
+        # Without the system prompt, which some templates would put here again at every turn.
+        _, found, after = self._render(_MARK, observation, system=False).rpartition(_MARK)
         if not found:
             raise ValueError(
                 "the tokenizer's chat template leaves answers out of a conversation; use another "
@@ -111,19 +116,19 @@ class TurnBoundary:
             )
         return after
 
-    def _render(self, *after: str) -> str:
+    def _render(self, *after: str, system: bool = True) -> str:
         """The conversation up to a generation prompt; ``after``: answer, observation."""
         messages = []
-        if self.system_prompt is not None:
+        if system and self.system_prompt is not None:
             messages.append({"role": "system", "content": self.system_prompt})
         contents = (self._first_observation, *after)
         for number, content in enumerate(contents):
             messages.append({"role": "assistant" if number % 2 else "user", "content": content})
-        return render_conversation(messages, self.tokenizer)
+        return render_conversation(messages, self.tokenizer, self.template_arguments)
 
     def _answer_text(self, answer: Sequence[int]) -> str:
         """The answer as the template's ``content``: without the token that ended it."""
-        ended = len(answer) > 0 and answer[-1] in self.tokenizer.all_special_ids
+        ended = len(answer) > 0 and answer[-1] in self.special_ids
         ids = list(answer[:-1] if ended else answer)
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
@@ -134,11 +139,21 @@ class TurnBoundary:
 
     def _tokenize_inside(self, text: str) -> list[int]:
         """Tokenise a text that does not start the sequence: no space may be put before it."""
+        ids = self._tokenize(text)
         anchor = self.tokenizer.eos_token
-        if not anchor or text.startswith(tuple(self.tokenizer.all_special_tokens)):
-            return self._tokenize(text)
-        ids = self._tokenize(anchor + text)
-        return ids[1:] if ids[0] == self.tokenizer.eos_token_id else self._tokenize(text)
+        if not anchor or not ids or ids[0] in self.special_ids:
+            return ids
+        anchored = self._tokenize(anchor + text)
+        return anchored[1:] if anchored[0] == self.tokenizer.eos_token_id else ids
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of all special tokens: the named ones (eos, pad, ...) and those only added as special.
+
+    Gemma's ``<end_of_turn>`` and Phi's ``<|end|>`` are of the second kind.
+    """
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}
 
 
 @functools.lru_cache(maxsize=1)

@@ -45,21 +45,28 @@ REASONING = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-STYLES: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "chatml": (CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
-    "llama3": (LLAMA3, ("<|begin|>", "<|header|>", "<|end_header|>", "<|eot|>"), "<|eot|>"),
-    "gemma": (GEMMA, ("<bos>", "<start>", "<end>"), "<end>"),
-    "mistral": (MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), "</s>"),
-    "reasoning": (REASONING, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+PHI = (
+    LOOP + "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+STYLES: dict[str, tuple[str, tuple[str, ...], str, str]] = {
+    "chatml": (CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>", "<|im_end|>"),
+    "llama3": (LLAMA3, ("<|begin|>", "<|header|>", "<|end_header|>", "<|eot|>"), *["<|eot|>"] * 2),
+    # These two end a turn with a token that is special, but not one of the tokenizer's named ones.
+    "gemma": (GEMMA, ("<bos>", "<eos>", "<start>", "<end>"), "<eos>", "<end>"),
+    "phi": (PHI, ("<eos>", "<|user|>", "<|assistant|>", "<|end|>"), "<eos>", "<|end|>"),
+    "mistral": (MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", "</s>"),
+    "reasoning": (REASONING, ("<|im_start|>", "<|im_end|>"), "<|im_end|>", "<|im_end|>"),
 }
-"""Template, special tokens, and which of these ends a turn."""
+"""Template, special tokens, the tokenizer's eos, and what ends a turn."""
 
 VOCAB_SIZE = 264
 
 
 def chat_tokenizer(style: str) -> PreTrainedTokenizerFast:
     """Ids 0 to 255 are the bytes, 256 is the padding, then the special tokens of the style."""
-    template, specials, end = STYLES[style]
+    template, specials, eos, _ = STYLES[style]
     core = Tokenizer(models.BPE(vocab=_bytes(), merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -68,11 +75,15 @@ def chat_tokenizer(style: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
-        eos_token=end,
-        additional_special_tokens=[name for name in specials if name != end],
+        eos_token=eos,
         chat_template=template,
         clean_up_tokenization_spaces=False,
     )
+
+
+def turn_end(style: str, tokenizer: PreTrainedTokenizerFast) -> int:
+    """Id of the token that ends a turn."""
+    return int(tokenizer.convert_tokens_to_ids(STYLES[style][3]))
 
 
 def _bytes() -> dict[str, int]:

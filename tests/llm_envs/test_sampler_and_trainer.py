@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from chat_tokenizers import STYLES, VOCAB_SIZE, chat_tokenizer
+from chat_tokenizers import STYLES, VOCAB_SIZE, chat_tokenizer, turn_end
 from peft import LoraConfig
 
 from agilerl.algorithms import GRPO
@@ -20,7 +20,15 @@ from agilerl.testing import tiny_model
 from agilerl.typing import ActionResult, ReasoningPrompts
 
 MAX_TURNS = 5
-WINDOWS = {"chatml": 100, "llama3": 100, "gemma": 90, "mistral": 50, "reasoning": 100, None: 50}
+WINDOWS = {
+    "chatml": 100,
+    "llama3": 100,
+    "gemma": 90,
+    "phi": 80,
+    "mistral": 50,
+    "reasoning": 100,
+    None: 50,
+}
 
 
 class Reporting(GRPO):
@@ -65,7 +73,7 @@ def make_agent(end_id: int) -> Reporting:
 @pytest.mark.parametrize("style", [*STYLES, None])
 def test_rows_are_what_was_seen_and_sampled(style: str | None, window: bool) -> None:
     tokenizer = chat_tokenizer(style or "chatml")
-    agent = make_agent(tokenizer.eos_token_id)
+    agent = make_agent(turn_end(style or "chatml", tokenizer))
 
     def make_env() -> TokenObservationWrapper:
         return TokenObservationWrapper(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from chat_tokenizers import STYLES, chat_tokenizer
+from chat_tokenizers import STYLES, chat_tokenizer, turn_end
 from transformers import PreTrainedTokenizerFast
 
 from agilerl.llm_envs import TokenObservationWrapper, turn_boundary
@@ -40,21 +40,26 @@ class Script:
 
 
 def answer(
-    prompt: dict[str, Any], text: str, tokenizer: PreTrainedTokenizerFast, *, end: bool = True
+    prompt: dict[str, Any],
+    text: str,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    end: bool = True,
+    end_id: int | None = None,
 ) -> torch.Tensor:
     """``(1, T)``: the prompt, the text, and the end of the turn unless it was cut off."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids += [tokenizer.eos_token_id] if end else []
+    ids += [end_id or tokenizer.eos_token_id] if end else []
     return torch.cat([prompt["input_ids"], torch.tensor([ids], dtype=torch.long)], dim=1)
 
 
 def play(
-    env: TokenObservationWrapper, answers: list[str], *, end: bool = True, seed: int | None = None
+    env: TokenObservationWrapper, answers: list[str], **ending: Any
 ) -> list[tuple[float, bool, bool, dict[str, Any]]]:
-    prompt, _ = env.reset(seed=seed)
+    prompt, _ = env.reset()
     steps = []
     for text in answers:
-        prompt, *step = env.step(answer(prompt, text, env.tokenizer, end=end))
+        prompt, *step = env.step(answer(prompt, text, env.tokenizer, **ending))
         steps.append(tuple(step))
     return steps
 
@@ -93,6 +98,8 @@ EXPECTED = {
     "<|header|>assistant<|end_header|>\n\nB<|eot|>",
     "gemma": "<bos><start>user\nHi<end>\n<start>model\n"
     "A<end>\n<start>user\nmore<end>\n<start>model\nB<end>",
+    "phi": "<|user|>\nHi<|end|>\n<|assistant|>\nA<|end|>\n"
+    "<|user|>\nmore<|end|>\n<|assistant|>\nB<|end|>",
     "mistral": "<s>[INST]Hi[/INST]A</s>[INST]more[/INST]B</s>",
     "reasoning": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     "A<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nB<|im_end|>",
@@ -105,13 +112,13 @@ def test_what_stands_between_turns(style: str, end: bool) -> None:
     """The same text whether the model ended its answer itself or was cut off."""
     tokenizer = chat_tokenizer(style)
     env = TokenObservationWrapper(Script("Hi", "more"), tokenizer, max_turns=4)
-    play(env, ["A", "B"], end=end)
+    end_id = turn_end(style, tokenizer)
+    play(env, ["A", "B"], end=end, end_id=end_id)
     ids, mask, turns, _ = env.get_episode_data()
-    text = EXPECTED[style]
+    text, ending = EXPECTED[style], tokenizer.decode([end_id])
     if not end:
-        text = text.removesuffix(tokenizer.eos_token)
+        text, ending = text.removesuffix(ending), ""
     assert tokenizer.decode(ids[0]) == text
-    ending = tokenizer.eos_token if end else ""
     assert tokenizer.decode(ids[0, 1:][turns[0] == 0]) == "A" + ending
     assert tokenizer.decode(ids[0, 1:][turns[0] == 1]) == "B" + ending
     assert torch.equal(mask, turns >= 0)
@@ -180,6 +187,8 @@ def test_a_template_that_rewrites_earlier_turns(
     if style == "reasoning":
         assert tokenizer.decode(ids[0]).count("<think>long</think>") == 2
     assert tokenizer.decode(ids[0]).count("more") == 1
+    # A system prompt that moves is not said again at every turn.
+    assert tokenizer.decode(ids[0]).count("Be brief.") == (system_prompt is not None)
 
 
 def test_prefix_and_suffix_of_the_info_surround_the_observation() -> None:
@@ -285,6 +294,19 @@ def test_the_sliding_window_drops_the_oldest_turns_and_trains_each_in_its_contex
     assert rewards.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 0.0, 0.0, 0.0]
 
 
+def test_a_slide_frees_half_of_the_context() -> None:
+    """Turns of 4 tokens in 40: a row begins with at most 20 and takes several turns."""
+    env = raw(
+        Script("ab", *["12"] * 19), max_turns=20, max_model_len=40, enable_sliding_window=True
+    )
+    play(env, ["V"] * 20)
+    ids, _, turns, _ = env.get_episode_data()
+    assert turns[turns >= 0].tolist() == [turn for turn in range(20) for _ in range(2)]
+    first = [int((row >= 0).nonzero()[0]) for row in turns[1:]]
+    assert ids.shape[0] <= 5
+    assert max(first) < 20 < ids.shape[1] <= 40
+
+
 def test_a_slide_may_drop_several_turns_and_may_not_suffice() -> None:
     env = raw(Script("ab", "1", "2", "333333"), max_model_len=14, enable_sliding_window=True)
     steps = play(env, ["V", "W", "X"])
@@ -300,15 +322,36 @@ def test_a_slide_may_drop_several_turns_and_may_not_suffice() -> None:
     assert env.get_episode_data()[2].max() == 1
 
 
-def test_padding_is_taken_off_but_a_sampled_end_is_kept() -> None:
+@pytest.mark.parametrize("pad", ["<|pad|>", "<|im_end|>"])
+def test_padding_is_taken_off_but_a_sampled_end_is_kept(pad: str) -> None:
     """Also where both are the same token."""
-    for pad_id, kept in ((None, 2), (byte_tokenizer().eos_token_id, 2)):
-        env = raw(Script("ab"), pad_id=pad_id)
+    env = raw(Script("ab"), pad_id=byte_tokenizer().convert_tokens_to_ids(pad))
+    prompt, _ = env.reset()
+    row = answer(prompt, "X", env.tokenizer)
+    env.step(torch.cat([row, torch.full((1, 3), env.pad_id)], dim=1))
+    assert env.get_episode_data()[1].sum() == 2
+
+
+def test_without_a_pad_id_every_token_counts_as_sampled() -> None:
+    """Some models may stop at their padding token; the end of a turn is then not to be lost."""
+    for pad_id in (None, byte_tokenizer().pad_token_id):
+        env = raw(Script("ab", "c"), pad_id=pad_id)
         prompt, _ = env.reset()
-        row = answer(prompt, "X", env.tokenizer)
-        padding = torch.full((1, 3), env.pad_id)
-        env.step(torch.cat([row, padding], dim=1))
-        assert env.get_episode_data()[1].sum() == kept
+        for text in ("X", ""):
+            row = answer(prompt, text, env.tokenizer, end_id=env.tokenizer.pad_token_id)
+            prompt, *_ = env.step(row)
+        assert env.get_episode_data()[1].sum() == 3
+        assert env.get_episode_data()[0][0, -1] == env.tokenizer.pad_token_id
+
+
+def test_what_else_the_chat_template_takes() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ mood }}: " + str(tokenizer.chat_template)
+    env = TokenObservationWrapper(
+        Script("Hi", "more"), tokenizer, 4, chat_template_kwargs={"mood": "calm"}
+    )
+    play(env, ["A", "B"])
+    assert tokenizer.decode(env.get_episode_data()[0][0]).startswith("calm: <|im_start|>user\nHi")
 
 
 def test_what_was_sampled_is_kept_when_the_environment_raises() -> None:
