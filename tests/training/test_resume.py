@@ -1,0 +1,196 @@
+"""A resumed run is bit for bit the run that was never interrupted."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resume_helpers import (
+    After,
+    checkpoints_in,
+    differences,
+    everything,
+    make_agents,
+    make_gym,
+    reseed,
+    rows_of,
+    run_multiturn,
+    run_reasoning,
+    seed_all,
+    state_of,
+)
+
+RUNS: dict[str, Callable[..., Any]] = {"reasoning": run_reasoning, "multiturn": run_multiturn}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """The uninterrupted runs."""
+    runs = {}
+    for kind, run in RUNS.items():
+        path = tmp_path_factory.mktemp(kind)
+        seed_all()
+        runs[kind] = (path, everything(path, run(path)))
+    return runs
+
+
+def hook_for(kind: str, iteration: int) -> After:
+    """A SIGTERM in the middle of an iteration, when the first agent's answers are scored."""
+    if kind == "reasoning":  # one batch per agent and iteration
+        return After(2 * (iteration - 1) + 1)
+    # First turns: three per agent and iteration, two per agent and evaluation.
+    return After(4 + 6 * (iteration - 1) + 4 * ((iteration - 1) // 2) + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "iteration"),
+    [("reasoning", 1), ("reasoning", 2), ("reasoning", 3), ("multiturn", 2), ("multiturn", 3)],
+)
+def test_stopped_and_resumed(
+    kind: str, iteration: int, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """Iteration 2 ends with an evaluation, which the stop leaves to the resumed run."""
+    run, path = RUNS[kind], tmp_path / "run"
+    seed_all()
+    run(path, hook=hook_for(kind, iteration))
+    saved = path / f"iteration_{iteration:08d}"
+    assert checkpoints_in(path)[-1] == saved.name
+    assert (state_of(saved)["unevaluated_rows"] is not None) == (iteration == 2)
+    reseed()
+    pop = run(path, resume_from=path)
+    assert differences(everything(path, pop), whole[kind][1]) == []
+    (resumed,) = json.loads((path / "config.json").read_text())["resumed"]
+    assert (resumed["iteration"], resumed["from"]) == (iteration, str(saved))
+
+
+@pytest.mark.parametrize("kind", list(RUNS))
+def test_resumed_from_a_checkpoint_that_the_run_went_past(
+    kind: str, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """As after a kill: rows and checkpoints that are repeated give way, or stay where they were."""
+    run, path, other = RUNS[kind], tmp_path / "run", tmp_path / "other"
+    seed_all()
+    run(path, hook=hook_for(kind, 3), keep_checkpoints=9)
+    before = rows_of(path), checkpoints_in(path)
+    reseed()
+    elsewhere = run(other, resume_from=path / "iteration_00000002", elite_path=other / "elite")
+    assert (rows_of(path), checkpoints_in(path)) == before
+    # An elite from before the checkpoint stays where it was saved.
+    assert set(differences(everything(other, elsewhere), whole[kind][1])) <= {"elite"}
+    assert checkpoints_in(other)[-1] == "iteration_00000004"
+
+    reseed()
+    pop = run(path, resume_from=path / "iteration_00000002", keep_checkpoints=9)
+    assert differences(everything(path, pop), whole[kind][1]) == []
+    assert checkpoints_in(path / "earlier_run_1") == ["iteration_00000003"]
+    assert checkpoints_in(path)[-2:] == ["iteration_00000003", "iteration_00000004"]
+
+
+def test_resumed_again_and_again(whole: dict[str, Any], tmp_path: Path) -> None:
+    seed_all()
+    run_reasoning(tmp_path, hook=hook_for("reasoning", 1))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        reseed()
+        run_reasoning(tmp_path, hook=After(2, number), resume_from=tmp_path)
+    reseed()
+    pop = run_reasoning(tmp_path, resume_from=tmp_path)
+    assert differences(everything(tmp_path, pop), whole["reasoning"][1]) == []
+    resumed = json.loads((tmp_path / "config.json").read_text())["resumed"]
+    assert [entry["iteration"] for entry in resumed] == [1, 2, 3]
+    assert not list(tmp_path.glob("earlier_run*"))
+
+
+def test_a_finished_run_has_nothing_left_to_do(whole: dict[str, Any], tmp_path: Path) -> None:
+    source, facts = whole["reasoning"]
+    pop = run_reasoning(tmp_path, resume_from=source)
+    assert rows_of(tmp_path) == facts["rows"]
+    assert [agent.scores for agent in pop] == [facts[f"{i} history"][1] for i in (0, 1)]
+
+
+def test_resumed_after_a_crash(whole: dict[str, Any], tmp_path: Path) -> None:
+    class Crash:
+        left = 7
+
+        def __call__(self) -> None:
+            self.left -= 1
+            if self.left == 0:
+                raise OSError("the grader is gone")
+
+    seed_all()
+    with pytest.raises(OSError, match="grader") as caught:
+        run_reasoning(tmp_path, hook=Crash())
+    crashed = tmp_path / "crashed_in_iteration_00000004"
+    assert crashed.is_dir()
+    assert f"resume_from='{tmp_path}/iteration_00000003'" in caught.value.__notes__[-1]
+    with pytest.raises(ValueError, match=r"middle of iteration 4.*iteration_00000003'"):
+        run_reasoning(tmp_path / "x", resume_from=crashed)
+    reseed()
+    pop = run_reasoning(tmp_path, resume_from=tmp_path)
+    assert differences(everything(tmp_path, pop), whole["reasoning"][1]) == []
+    assert (tmp_path / "earlier_run_1" / crashed.name).is_dir()
+
+
+def test_the_clock_goes_on(tmp_path: Path) -> None:
+    """A run that had used its time up before it was interrupted does not start again."""
+    run_multiturn(tmp_path, hook=hook_for("multiturn", 1))
+    spent = state_of(tmp_path / "iteration_00000001")["wall_seconds"]
+    pop = run_multiturn(tmp_path, resume_from=tmp_path, max_wall_seconds=spent)
+    assert [len(agent.scores) for agent in pop] == [1, 1]
+
+
+def test_hyperparameters_are_the_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may have been mutated, and the script's may have been edited."""
+    pop = make_agents(1)
+
+    def mutate() -> None:
+        pop[0].lr, pop[0].batch_size, pop[0].temperature = 3e-3, 6, 0.7
+        stop()
+
+    stop = After(2)
+    run_reasoning(tmp_path, pop=pop, hook=mutate)
+    edited = make_agents(1, lr=5.0, batch_size=2, clip_coef=0.3)
+    run_reasoning(tmp_path, pop=edited, resume_from=tmp_path, hook=After(1))
+    agent = edited[0]
+    assert (agent.lr, agent.batch_size, agent.temperature, agent.clip_coef) == (3e-3, 6, 0.7, 0.2)
+    for said in ("batch_size=6 (not 2)", "clip_coef=0.2 (not 0.3)", "lr=0.003 (not 5.0)"):
+        assert said in caplog.text
+
+
+def test_a_rate_changed_after_the_last_step_is_taken_up_by_the_next(tmp_path: Path) -> None:
+    from agilerl.algorithms.core.restoring import read_saved_agent
+
+    (agent,) = make_agents(1)
+    env = make_gym()
+
+    def step(agent: Any) -> None:
+        prompts = env.reset()
+        ids, masks = agent.get_action(prompts)
+        rewards = torch.tensor([[0.0, 0.5, 1.0]] * len(prompts))
+        agent.learn((ids, masks, rewards))
+
+    step(agent)
+    step(agent)
+    agent.lr = 0.007
+    agent.health.bad_steps = 2
+    agent.save_checkpoint(tmp_path / "agent")
+    (other,) = make_agents(1, lr=0.1, use_separate_reference_adapter=True)
+    read_saved_agent(other, tmp_path / "agent").restore()
+    assert other.health.bad_steps == 2
+    assert other.engine.optimizer.param_groups[0]["lr"] == agent.optimizer.param_groups[0]["lr"]
+    for each in (agent, other):
+        step(each)
+        step(each)
+    assert all(
+        torch.equal(mine, theirs)
+        for mine, theirs in zip(
+            agent.policy.parameters().values(), other.policy.parameters().values(), strict=True
+        )
+    )
+    assert agent.lr_scheduler.get_last_lr() == other.lr_scheduler.get_last_lr()
