@@ -18,10 +18,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MANIFESTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test demo benchmark lint format constraints clean
+.PHONY: help install test demo demo-multiturn benchmark lint format constraints clean
 
 help:
 	@echo "make demo       train a small language model on reasoning tasks, with before and after"
+	@echo "make demo-multiturn   the same over several turns: Guess The Number"
 	@echo "make test       lint, type check and run all tests"
 	@echo "make benchmark  time one training step of this library and of TRL"
 	@echo "make install    what test needs, into $(VENV)"
@@ -34,6 +35,9 @@ test: lint
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/grpo_reasoning.py $(ARGS)
+
+demo-multiturn: $(VENV)/.installed-demo
+	$(BIN)/python examples/multiturn_guess_the_number.py $(ARGS)
 
 benchmark: $(VENV)/.installed-bench
 	$(BIN)/python benchmarking/grpo_step.py $(ARGS)

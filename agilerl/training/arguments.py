@@ -138,7 +138,7 @@ def check_env_factory(env_factory: Any, env_config: Any) -> None:
 
 
 def fit_context(env: Any, agents: Sequence[Agent]) -> None:
-    """Give a multi-turn environment without ``max_model_len`` the agents'; check one that has it.
+    """Give a multi-turn environment the agents' lengths where it has none; check those it has.
 
     Raises:
         ValueError: If its rows could get longer than an agent's context, or an agent's answers
@@ -146,23 +146,29 @@ def fit_context(env: Any, agents: Sequence[Agent]) -> None:
     """
     configs = [agent.sampling_config() for agent in agents]
     limit = min(config.max_model_len for config in configs)
-    own = getattr(env, "max_model_len", limit)
-    if own is None:
-        env.max_model_len = own = limit
+    answers = [config.max_new_tokens for config in configs if config.max_new_tokens is not None]
+    if not hasattr(env, "max_model_len"):
+        return
+    if env.max_model_len is None:
+        env.max_model_len = limit
+    if getattr(env, "max_output_tokens", None) is None and len(answers) == len(configs):
+        env.max_output_tokens = max(answers)
+    own, room = env.max_model_len, getattr(env, "max_output_tokens", None) or 1
     if own > limit:
         raise ValueError(
             f"env_factory made an environment with max_model_len={own}, but an agent has "
             f"max_model_len={limit}: give both the same, or leave the environment's at None."
         )
-    room = getattr(env, "max_output_tokens", None) or 1
-    answers = [config.max_new_tokens for config in configs]
-    if own < limit and any(answer is None or answer > room for answer in answers):
-        raise ValueError(
-            f"env_factory made an environment with max_model_len={own} that keeps {room} tokens "
-            f"free for an answer, but an agent with max_model_len={limit} may answer with up to "
-            f"{max(answers, key=lambda answer: answer or limit)} tokens (max_output_tokens): give "
-            "both the same max_model_len, or the same max_output_tokens."
-        )
+    for config in configs:
+        most = config.max_new_tokens
+        if config.max_model_len > own and (most is None or most > room):
+            raise ValueError(
+                f"env_factory made an environment with max_model_len={own} that keeps {room} "
+                f"tokens free for an answer, but an agent with max_model_len="
+                f"{config.max_model_len} may answer with up to {most or 'as many'} tokens "
+                "(max_output_tokens): give all the same max_model_len, or the environment the "
+                "agents' largest max_output_tokens."
+            )
 
 
 def check_selection(tournament: Any, mutation: Any, evo_steps: int | None) -> None:

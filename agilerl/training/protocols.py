@@ -45,7 +45,12 @@ class Agent(Protocol):
     ) -> ActionResult: ...
 
     def learn(
-        self, experiences: ExperiencesType, turn_ids: Any = None, sampling_logps: Any = None
+        self,
+        experiences: ExperiencesType,
+        turn_ids: Any = None,
+        sampling_logps: Any = None,
+        *,
+        trajectory_ids: Any = None,
     ) -> dict[str, float]: ...
 
     def test(self, env: Any) -> np.ndarray: ...

@@ -172,6 +172,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     evaluation_episodes: int = 64,
     seed: int = 42,
     max_workers: int = 16,
+    reset_workers: int = 1,
     step_timeout: float = 60.0,
     error_reward: float = 0.0,
 ) -> list[AgentT]:
@@ -189,7 +190,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         pop: Agents, with different ``index``; ``steps`` counts turns.
         max_turns: Turns that an episode may have; longer ones are cut off.
         env_factory: Called once per environment to make it, such as a
-            ``TokenObservationWrapper``. Where its ``max_model_len`` is None, it gets the agents'.
+            ``TokenObservationWrapper``. Where its ``max_model_len`` or ``max_output_tokens`` is
+            None, it gets the agents'.
         env_config: Keyword arguments of ``env_factory``.
         init_hp: Facts to note in ``config.json`` and the W&B configuration; they set nothing.
         max_steps: Environment steps (turns of an episode) per agent; None: no bound.
@@ -219,6 +221,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         evaluation_episodes: Episodes of an evaluation.
         seed: Of the order of the training seeds.
         max_workers: Environment steps at the same time, at most.
+        reset_workers: Resets at the same time. Many environments seed and draw from the global
+            ``random``, and two at once would mix; raise it for slow ones that do not.
         step_timeout: Seconds that one step (or reset) of an environment may take.
         error_reward: Reward of a turn whose environment raised or ran out of time. The episode ends
             there and is counted in ``failed_episodes``; if more than half of a batch fail, the run
@@ -282,6 +286,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         env_config=env_config,
         max_turns=max_turns,
         max_workers=max_workers,
+        reset_workers=reset_workers,
         step_timeout=step_timeout,
         error_reward=error_reward,
         evaluation_episodes=evaluation_episodes,

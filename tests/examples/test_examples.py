@@ -78,3 +78,15 @@ def test_command_for_the_adapter_works_without_this_library(tmp_path: Path) -> N
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.strip()
+
+
+def test_guess_the_number(tmp_path: Path) -> None:
+    output = run("multiturn_guess_the_number.py", "--iterations", "1", "--quiet", cwd=tmp_path)
+    folder = tmp_path / "demo_output" / "guess-the-number-seed0"
+    assert (folder / "learning_curves.png").stat().st_size > 5_000
+    for credit in ("trajectory", "turn"):
+        assert (folder / credit / "run" / "metrics.csv").is_file()
+        assert (folder / credit / "checkpoint" / "actor").is_dir()
+        assert f"{credit} credit" in output
+    assert output.count("episodes per second") == 2
+    assert re.search(r"random player +0\.\d+ +0\.\d+", output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -115,14 +116,24 @@ def test_a_run(cls: type[GRPO]) -> None:
     assert json.loads(Path("run/config.json").read_text())["environment"] == "Echo"
 
 
-@pytest.mark.parametrize("level", ["token", "turn", "trajectory"])
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])
-def test_every_combination_of_credit_and_ratio(level: str, credit: str) -> None:
-    agent = make_agent(
-        importance_sampling_level=level, advantage_granularity=credit, update_epochs=2
-    )
-    rows = finetune([agent], max_steps=24)
-    assert float(rows[-1]["grad_norm"]) > 0
+def test_every_combination_of_credit_and_ratio(credit: str) -> None:
+    """From the second epoch on the ratio's level tells the updates apart."""
+
+    def trained(level: str) -> torch.Tensor:
+        agent = make_agent(
+            importance_sampling_level=level,
+            advantage_granularity=credit,
+            update_epochs=2,
+            lr=1e-2,
+            clip_coef=0.01,
+        )
+        finetune([agent], max_steps=24, checkpoint_path=level)
+        return torch.cat([p.detach().flatten() for p in agent.policy.parameters().values()])
+
+    by_level = [trained(level) for level in ("token", "turn", "trajectory")]
+    assert all(weights.isfinite().all() for weights in by_level)
+    assert not any(torch.equal(by_level[i], by_level[i - 1]) for i in range(3))
 
 
 def test_credit_per_turn_moves_the_weights_differently() -> None:
@@ -180,17 +191,27 @@ def test_the_agents_context_is_the_environments() -> None:
     assert float(rows[-1]["turns_mean"]) < 3
 
 
-def test_a_sliding_window_plays_on_and_trains_every_turn() -> None:
-    agent = make_agent(max_model_len=110, advantage_granularity="turn")
-    rows = finetune(
-        [agent], env_factory=lambda: make_env(enable_sliding_window=True, max_output_tokens=4)
-    )
+@pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO])
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+def test_a_sliding_window_plays_on_and_trains_every_turn(cls: type[GRPO], credit: str) -> None:
+    trajectories: list[list[int]] = []
+
+    class Watched(cls):  # type: ignore[misc, valid-type]
+        def learn(self, *args: Any, trajectory_ids: Any = None, **kwargs: Any) -> Any:
+            trajectories.append(trajectory_ids.tolist())
+            return super().learn(*args, trajectory_ids=trajectory_ids, **kwargs)
+
+    agent = make_agent(Watched, max_model_len=80, advantage_granularity=credit)
+    rows = finetune([agent], env_factory=lambda: make_env(enable_sliding_window=True))
     assert float(rows[-1]["turns_mean"]) == 3.0
     assert float(rows[-1]["truncated_share"]) == 0.0
     assert float(rows[-1]["grad_norm"]) > 0
+    for ids in trajectories:
+        assert sorted(set(ids)) == list(range(8))
+        assert len(ids) > 8
 
 
-def test_the_last_context_length_is_checked_at_the_start() -> None:
+def test_context_lengths_are_checked_at_the_start() -> None:
     def longer() -> TokenObservationWrapper:
         return make_env(max_model_len=400)
 
@@ -198,30 +219,61 @@ def test_the_last_context_length_is_checked_at_the_start() -> None:
         finetune([make_agent()], env_factory=longer)
 
     def shorter() -> TokenObservationWrapper:
-        return make_env(max_model_len=100)
+        return make_env(max_model_len=100, max_output_tokens=2)
 
-    with pytest.raises(ValueError, match=r"keeps 1 tokens free .* up to 4 tokens"):
+    with pytest.raises(ValueError, match=r"keeps 2 tokens free .* up to 4 tokens"):
         finetune([make_agent()], env_factory=shorter)
+    # The shorter of two agents sets the context, and the other one's answers do not fit into it.
+    pop = [make_agent(max_model_len=90), make_agent(index=1, max_output_tokens=None)]
+    with pytest.raises(ValueError, match=r"max_model_len=90 .* max_model_len=160"):
+        finetune(pop)
     assert not Path("run").exists()
 
 
-def test_a_failing_environment_costs_its_episode_and_no_more() -> None:
-    class Crashing(Echo):
-        made = 0
+def test_lengths_that_the_environment_leaves_open_are_the_agents() -> None:
+    made: list[TokenObservationWrapper] = []
 
-        def __init__(self) -> None:
-            type(self).made += 1
-            self.crashes = self.made == 2
+    def factory() -> TokenObservationWrapper:
+        made.append(make_env())
+        return made[-1]
 
+    finetune([make_agent(max_output_tokens=3)], max_steps=8, env_factory=factory)
+    assert {(env.max_model_len, env.max_output_tokens) for env in made} == {(160, 3)}
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_failing_environment_costs_its_episode_and_no_more(hangs: bool) -> None:
+    release = threading.Event()
+    failed: list[int] = []
+
+    class Failing(Echo):
         def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-            if self.crashes:
+            seed = self.played[-1][0] if not failed else EVALUATION_SEED_START
+            if seed < EVALUATION_SEED_START:
+                failed.append(seed)
+                if hangs:
+                    release.wait(30)
                 raise OSError("the game server is gone")
             return super().step(action)
 
     agent = make_agent()
-    rows = finetune([agent], env_factory=lambda: make_env(Crashing), error_reward=-1.0)
-    assert float(rows[1]["failed_episodes"]) + float(rows[2]["failed_episodes"]) <= 1
-    assert len(agent.scores) == 2
+    returns: list[float] = []
+    learn = agent.learn
+
+    def watched(experiences: Any, **kwargs: Any) -> dict[str, float]:
+        returns.append(float(experiences[2].min()))
+        return learn(experiences, **kwargs)
+
+    agent.learn = watched  # type: ignore[method-assign]
+    rows = finetune(
+        [agent],
+        env_factory=lambda: make_env(Failing),
+        error_reward=-1.0,
+        step_timeout=0.5 if hangs else 60.0,
+    )
+    release.set()
+    assert [float(row["failed_episodes"]) for row in rows[1:]] == [1.0, 0.0, 0.0]
+    assert returns[0] == -1.0 < 0.0 <= returns[1]
 
 
 def test_environments_that_mostly_fail_end_the_run_by_name() -> None:
