@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
+import pytest
 import torch
 
+from agilerl.llm.generation import cache
 from agilerl.llm.generation.cache import GrowingLayer, KeptRows
 
 
@@ -35,6 +40,56 @@ def test_the_longest_row_that_a_prompt_goes_beyond_is_found() -> None:
     ]
     assert kept.find(torch.tensor([1, 3, 2])) is None
     assert kept.find(torch.tensor([5, 6, 7])) is None
+
+
+def test_found_rows_are_those_of_a_plain_search() -> None:
+    """Rows of few different ids, so that many are prefixes of others and of the prompts."""
+    draw = random.Random(0)
+
+    def rows(count: int) -> list[list[int]]:
+        # Negative ids and those above a byte sort otherwise as bytes than as numbers.
+        return [draw.choices([-1, 1, 256], k=draw.randint(1, 7)) for _ in range(count)]
+
+    found = 0
+    for _ in range(40):
+        kept_ids, prompts = rows(30), rows(60)
+        kept = kept_rows(kept_ids[:20], kept_ids[20:])
+        for prompt in prompts:
+            fitting = [ids for ids in kept_ids if len(ids) < len(prompt)]
+            expected = max((len(ids) for ids in fitting if prompt[: len(ids)] == ids), default=0)
+            place = kept.find(torch.tensor(prompt))
+            assert (place.length if place else 0) == expected
+            found += place is not None
+    assert found > 500
+
+
+@pytest.mark.parametrize("continued", [True, False])
+def test_a_search_compares_few_rows(continued: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is thousands of ids long: hashing a prefix per kept length took most of a second."""
+    seen: list[int] = []
+
+    class Counted(bytes):
+        """Counts the bytes that are sliced off, hashed or searched for a prefix."""
+
+        def startswith(self, prefix: Any, *args: Any) -> bool:
+            seen.append(len(prefix))
+            return super().startswith(prefix, *args)
+
+        def __getitem__(self, key: Any) -> Any:
+            part = super().__getitem__(key)
+            seen.append(len(part))
+            return part
+
+    monkeypatch.setattr(cache, "id_bytes", lambda ids: Counted(ids.numpy().tobytes()))
+    ids = [[7] * 40 + [1000 + i] * (20 + i) for i in range(128)]
+    kept = KeptRows()
+    kept.add([], [torch.tensor(row) for row in ids], [0] * len(ids))
+    for number, row in enumerate(ids):
+        seen.clear()
+        prompt = torch.tensor([*(row if continued else row[:45]), *[5] * 200])
+        place = kept.find(prompt)
+        assert (place.row if place else None) == (number if continued else None)
+        assert sum(seen) <= 2 * 8 * max(len(row) for row in ids)
 
 
 def test_columns_are_right_aligned_before_the_block() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -112,7 +113,8 @@ class KeptRows:
     def __init__(self) -> None:
         self._parts: list[list[LayerTensors | None]] = []
         self._places: dict[bytes, Place] = {}
-        self._lengths: list[int] = []
+        self._ordered: list[bytes] = []
+        self._shorter: dict[bytes, bytes | None] = {}
 
     def add(
         self,
@@ -130,17 +132,18 @@ class KeptRows:
         for row, (ids, start) in enumerate(zip(token_ids, starts, strict=True)):
             self._places[id_bytes(ids)] = Place(len(self._parts), row, start, len(ids))
         self._parts.append(list(layers))
-        self._lengths = sorted({place.length for place in self._places.values()}, reverse=True)
+        self._ordered = sorted(self._places)
+        self._shorter = _longest_prefixes(self._ordered)
 
     def find(self, prompt: torch.Tensor) -> Place | None:
         """The longest kept row that the 1-D ``prompt`` starts with and goes beyond."""
         whole = id_bytes(prompt)
-        size = len(whole) // max(len(prompt), 1)
-        for length in self._lengths:
-            place = self._places.get(whole[: size * length]) if length < len(prompt) else None
-            if place is not None:
-                return place
-        return None
+        before = bisect_left(self._ordered, whole)
+        # Whatever sorts between a prefix of the prompt and the prompt starts with that prefix too.
+        row = self._ordered[before - 1] if before else None
+        while row is not None and not whole.startswith(row):
+            row = self._shorter[row]
+        return None if row is None else self._places[row]
 
     def take(self, places: Sequence[Place], lengths: Sequence[int], room: int) -> Cache:
         """Make the cache that prompts of these ``lengths`` continue; nothing is kept afterwards.
@@ -174,12 +177,25 @@ class KeptRows:
 
     def clear(self) -> None:
         """Keep nothing any more."""
-        self._parts, self._places, self._lengths = [], {}, []
+        self._parts, self._places = [], {}
+        self._ordered, self._shorter = [], {}
 
 
 def id_bytes(ids: torch.Tensor) -> bytes:
     """Token ids as a dictionary key; a prefix of ids is a prefix of bytes."""
     return ids.numpy().tobytes()
+
+
+def _longest_prefixes(ordered: Sequence[bytes]) -> dict[bytes, bytes | None]:
+    """For each of some sorted rows, the longest other one that it starts with."""
+    longest: dict[bytes, bytes | None] = {}
+    nested: list[bytes] = []
+    for row in ordered:
+        while nested and not row.startswith(nested[-1]):
+            nested.pop()
+        longest[row] = nested[-1] if nested else None
+        nested.append(row)
+    return longest
 
 
 def _pick(
