@@ -40,7 +40,7 @@ from agilerl.testing.tokenizer import TURN_END_TOKEN_ID, trained_tokenizer
 
 logger = logging.getLogger("make_guess_the_number_model")
 
-HEED = 0.5
+HEED = 0.45
 """Share of the players' guesses that heed the hints."""
 STEPS = 500
 ROWS = 32
@@ -55,7 +55,7 @@ MIN_SENTENCE = 20
 """Characters from which a fixed part of the instructions gets a token of its own."""
 MAX_ACTION_TOKENS = 8
 HELD_OUT = 200
-START = (0.35, 0.5)
+START = (0.3, 0.5)
 """Range of the greedy win rate to end in; outside it is an error."""
 
 CARD = """\
@@ -79,10 +79,10 @@ A starting point for multi-turn reinforcement learning on a CPU: demos, tests an
   answer is `\\boxed{{3}}`. The instructions take {prompt} tokens in the chat template, an answer
   {answer}, a hint {hint} with the template's text around it.
 * **Training**: supervised, {steps:,} steps of {rows} games, AdamW at {lr} decaying to 0, loss on
-  the answers and the ends of their turns. The players' first guess is near the middle more often;
-  later guesses heed the hints with probability {heed} (nearer the middle of what they leave more
-  often), and else are a 6, whatever the hints. So the likeliest guess of the finished model is
-  often the careless 6, while sampled guesses heed the hints about half of the time.
+  the answers and the ends of their turns. The players open with a 3 or a 4 (one in ten times with
+  any number); later guesses heed the hints with probability {heed} (nearer the middle of what they
+  leave more often), and else are a 6, whatever the hints. So the likeliest guess of the finished
+  model is mostly the careless 6, while sampled guesses heed the hints about half of the time.
   Seeds from {held_out:,} on are held out: none of these was played.
 * **Made by** `scripts/make_guess_the_number_model.py --seed {seed}`: random initial weights, no
   other data.

@@ -28,6 +28,9 @@ MAX_TURNS = 3
 HELD_OUT_SEED = 1_000_000_000
 """Seeds from here on are for evaluation: the warm-up uses none of them."""
 
+MIDDLE_OPENINGS = 0.9
+"""Share of the first guesses that are in the middle of the range, by players who think at all."""
+
 Player: TypeAlias = Callable[[Sequence[str]], int]
 """From the observations so far, instructions first, to the next guess."""
 
@@ -160,7 +163,8 @@ def mixed_player(
     """Make a player who heeds the hints at some guesses and not at others.
 
     A guess that heeds them is drawn from the numbers they leave, one nearer the middle more often.
-    So is every first guess. Any other guess is careless: the largest number, said before or not.
+    Any other guess is careless: the largest number, said before or not. The first guess, without
+    hints, is in the middle of the range, but for a few times when it is any number.
 
     Args:
         heed: Probability that a guess heeds the hints, 0 to 1.
@@ -175,7 +179,10 @@ def mixed_player(
         raise ValueError(f"heed must be between 0 and 1, got {heed}")
 
     def guess(observations: Sequence[str]) -> int:
-        if len(observations) > 1 and rng.random() >= heed:
+        if len(observations) == 1:
+            anywhere = rng.random() >= MIDDLE_OPENINGS
+            return rng.randint(low, high) if anywhere else (low + high + rng.randint(0, 1)) // 2
+        if rng.random() >= heed:
             return high
         least, most = possible_range(observations, low, high)
         left = range(least, most + 1)
