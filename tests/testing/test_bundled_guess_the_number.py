@@ -7,12 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agilerl.llm_envs import TokenObservationWrapper
 from agilerl.testing import bundled_model_path, guess_the_number_env, load_bundled_model
 from agilerl.testing.guess_the_number import (
     HELD_OUT_SEED,
     boxed,
     chat_piece,
     game_tokens,
+    kept_random_state,
     mixed_player,
     play,
     reset,
@@ -105,3 +107,20 @@ def test_it_answers_in_the_format_and_reads_hints_some_of_the_time() -> None:
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     heeding = sum(text in {boxed(1), boxed(2), boxed(3)} for text in texts) / len(texts)
     assert 0.35 < heeding < 0.65
+
+
+def test_the_warm_up_has_the_tokens_that_the_environment_wrapper_produces() -> None:
+    _, tokenizer = load_bundled_model(TASK)
+    for seed in range(8):
+        game = play(guess_the_number_env(), mixed_player(0.3, random.Random(seed)), seed)
+        wrapper = TokenObservationWrapper(guess_the_number_env(), tokenizer, max_turns=3)
+        with kept_random_state():
+            prompt, _ = wrapper.reset(seed=seed)
+        for action in game.actions:
+            answer = torch.tensor([tokenizer(action + "<|im_end|>").input_ids])
+            prompt = wrapper.step(torch.cat([prompt["input_ids"], answer], dim=1))[0]
+        ids, action_mask, _, rewards = wrapper.get_episode_data()
+        expected_ids, written = game_tokens(tokenizer, game)
+        assert ids[0].tolist() == expected_ids
+        assert action_mask[0].tolist() == written[1:]
+        assert rewards.tolist()[: len(game.rewards)] == pytest.approx(list(game.rewards))
