@@ -75,6 +75,43 @@ def test_a_stop_names_the_elite_only_if_it_is_this_runs(
     assert "the best agent so far" not in caplog.text
 
 
+def test_two_runs_at_a_time_cannot_share_an_elite() -> None:
+    def learn(agent: FakeAgent) -> None:
+        assert Path("run/.elite.lock").exists()
+        train(FakeAgent(), checkpoint_path="other")
+
+    with pytest.raises(RuntimeError, match="elite_path='run/elite' belongs to a run that is still"):
+        train(FakeAgent(on_learn=learn))
+    assert not Path("other").exists()
+    # Neither the end nor an exception leaves the lock behind.
+    assert not Path("run/.elite.lock").exists()
+    train(FakeAgent(1, skill=[0, 1, 2]))
+    assert saved("run/elite") == (1, 2)
+
+
+def test_the_lock_of_a_killed_run_is_taken_over() -> None:
+    Path("run").mkdir()
+    Path("run/.elite.lock").touch()
+    train(FakeAgent(1, skill=[0, 1, 2]))
+    assert saved("run/elite") == (1, 2)
+    assert not Path("run/.elite.lock").exists()
+
+
+def test_an_elite_that_cannot_be_saved_costs_the_elite_only(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full_once(agent: FakeAgent) -> None:
+        if len(agent.learned) == 1:
+            raise OSError(28, "No space left on device")
+
+    # Best of all after one iteration, when the disk is full; then better than at the start.
+    train(FakeAgent(skill=[0, 3, 2], on_save=full_once))
+    assert saved("run/elite") == (0, 2)
+    said = "The best agent so far (0) could NOT be saved"
+    assert said in caplog.text
+    assert said in capfd.readouterr().out
+
+
 def test_an_elite_whose_replacement_was_killed_is_kept_too() -> None:
     train(FakeAgent(1, skill=[0, 1, 2]))
     Path("run/elite").rename("run/.elite.previous")  # a kill between the two renames

@@ -1,0 +1,115 @@
+"""Run as a script: a run that saves every iteration, killed by SIGKILL at random instants.
+
+The parent imports everything once, makes the agent and forks; a child trains, or goes on training
+from the newest complete checkpoint, until it is killed. The last one goes on to the end.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from resume_helpers import differences, everything, make_agents, reseed, run_reasoning, seed_all
+
+from agilerl.training.run_checkpoint import complete_checkpoints, read_checkpoint
+
+KILLS = 20
+MAX_STEPS = 60  # 36 iterations
+
+
+def start(path: Path, agents: list) -> int:
+    """Fork a child that trains in ``path``; returns its process id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        resume_from = path if complete_checkpoints(path) else None
+        seed_all() if resume_from is None else reseed()
+        pop = run_reasoning(
+            path,
+            pop=agents,
+            max_steps=MAX_STEPS,
+            evaluation_interval=5,
+            resume_from=resume_from,
+        )
+        facts = everything(path, pop)
+        facts["elite"] = {name: data.hex() for name, data in facts["elite"].items()}
+        (path / "facts.json").write_text(json.dumps(facts))
+        os._exit(0)
+    except BaseException:  # noqa: BLE001  shown; a child must never come out of here
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+
+
+def finish(child: int) -> None:
+    status = os.waitpid(child, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 0, "the run failed by itself"
+
+
+def longest_life(path: Path) -> float:
+    """Seconds from a start to the latest kill: about three iterations on this machine, now."""
+    with (path / "metrics.csv").open(newline="") as lines:
+        seconds = [float(row["wall_seconds"]) for row in csv.DictReader(lines)]
+    return 1.5 * seconds[1] + 3 * (seconds[-1] - seconds[1]) / (len(seconds) - 2)
+
+
+def last_row(path: Path) -> int:
+    """The last iteration whose row is whole; -1: none."""
+    file = path / "metrics.csv"
+    if not file.exists():
+        return -1
+    with file.open(newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if None not in row.values()]
+    return int(rows[-1]["iteration"]) if rows else -1
+
+
+def check(path: Path) -> int:
+    """Load the newest complete checkpoint; returns how many whole iterations are not in it."""
+    complete = complete_checkpoints(path)
+    newest = read_checkpoint(complete[-1]).iteration if complete else 0
+    return max(last_row(path) - newest, 0)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    agents = make_agents(1)
+    never_killed = folder / "never_killed"
+    finish(start(never_killed, agents))
+    expected = json.loads((never_killed / "facts.json").read_text())
+
+    longest = longest_life(never_killed)
+    instants = random.Random(2024)
+    killed = in_save = lost = finished = 0
+    path = folder / "run_0"
+    while killed < KILLS:
+        child = start(path, agents)
+        time.sleep(instants.uniform(0.0, longest))
+        os.kill(child, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code == 0:  # it was done before: a fast machine; go on with another run
+            finished += 1
+            path = folder / f"run_{finished}"
+            continue
+        assert code == -signal.SIGKILL, "the run failed by itself"
+        killed += 1
+        in_save += bool(list(path.glob("*.partial")))
+        lost = max(lost, check(path))
+    finish(start(path, agents))
+    for number in range(finished + 1):
+        facts = json.loads((folder / f"run_{number}" / "facts.json").read_text())
+        assert differences(facts, expected) == [], differences(facts, expected)
+        assert not list((folder / f"run_{number}").glob("*.partial"))
+    print(
+        f"longest={longest:.2f} killed={killed} in_save={in_save} lost={lost} runs={finished + 1}"
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())

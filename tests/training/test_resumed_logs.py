@@ -1,0 +1,94 @@
+"""What a resumed run does with the files and trackers of the run that it goes on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resume_helpers import After, make_agents, rows_of, run_reasoning
+
+from agilerl.training.log_files import take_over_logs
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+STATE: dict[str, Any] = {
+    "iteration": 2,
+    "unevaluated_rows": None,
+    "log": {"metrics_rows": 3, "samples": 2},
+}
+
+
+def write_logs(path: Path, metrics: str, completions: str) -> None:
+    path.mkdir()
+    (path / "metrics.csv").write_text(metrics)
+    (path / "completions.jsonl").write_bytes(completions.encode("utf-8"))
+
+
+def test_rows_and_samples_after_the_checkpoint_and_torn_lines_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target = tmp_path / "a", tmp_path / "b"
+    samples = [json.dumps({"iteration": i, "completion": "ä\u2028"}, ensure_ascii=False) + "\n"
+               for i in (1, 2, 3)]  # fmt: skip
+    write_logs(source, "iteration,agent,x\n0,0,1.5\n1,0,\n2,0,3\n3,0,4\n4,", "".join(samples))
+    with (source / "completions.jsonl").open("ab") as file:
+        file.write('{"iteration": 1, "completion": "ä'.encode()[:-1])
+    target.mkdir()
+    take_over_logs(source, target, STATE)
+    assert (target / "metrics.csv").read_text() == "iteration,agent,x\n0,0,1.5\n1,0,\n2,0,3\n"
+    assert (target / "completions.jsonl").read_text(encoding="utf-8") == "".join(samples[:2])
+    assert not caplog.records
+    # Rows whose evaluation is due will be written again.
+    take_over_logs(source, target, {**STATE, "unevaluated_rows": []})
+    assert (target / "metrics.csv").read_text() == "iteration,agent,x\n0,0,1.5\n1,0,\n"
+    assert "metrics.csv lacks 1 lines up to iteration 1" in caplog.text
+
+
+def test_logs_that_are_gone_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a").mkdir()
+    take_over_logs(tmp_path / "a", tmp_path, STATE)
+    assert caplog.text.count("is missing") == 2
+
+
+def test_tensorboard_goes_on_with_the_same_steps(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    path = tmp_path / "run"
+    options = {"tensorboard": True, "tensorboard_log_dir": tmp_path / "events"}
+    run_reasoning(path, pop=make_agents(1), hook=After(3), keep_checkpoints=9, **options)
+    run_reasoning(path, pop=make_agents(1), resume_from=path / "iteration_00000001", **options)
+    (folder,) = (tmp_path / "events").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    scores = [(e.step, e.value) for e in events.Scalars("agent_0/reward_mean")]
+    rows = [row for row in rows_of(path) if row["reward_mean"]]
+    assert scores == [
+        (int(row["iteration"]), pytest.approx(float(row["reward_mean"]))) for row in rows
+    ]
+    assert [step for step, _ in scores] == [1, 2, 3, 4]
+
+
+def test_wandb_goes_on_with_the_same_run(tmp_path: Path) -> None:
+    code = """
+from pathlib import Path
+from resume_helpers import After, make_agents, run_reasoning
+run = dict(wb=True, wandb_kwargs={"settings": {"silent": True}}, keep_checkpoints=9)
+run_reasoning(Path("run"), pop=make_agents(1), hook=After(2), **run)
+run_reasoning(Path("run"), pop=make_agents(1), resume_from="run", **run)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path,
+        env={**os.environ, "WANDB_MODE": "offline", "HOME": str(tmp_path / "home"),
+             "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    saved = json.loads((tmp_path / "run/iteration_00000002/run_state.json").read_text())
+    noted = saved["log"]["wandb_run_id"]
+    data = list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(data) == 2
+    assert {file.stem for file in data} == {f"run-{noted}"}
