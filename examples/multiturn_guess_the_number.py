@@ -36,7 +36,7 @@ import matplotlib.pyplot as plt
 
 MAX_TURNS = 3
 GROUPS = 16
-ITERATIONS = 100
+ITERATIONS = 40
 HELD_OUT_GAMES = 200
 CREDITS = ("trajectory", "turn")
 
@@ -146,7 +146,7 @@ def train(
         max_steps=None,
         num_epochs=1,
         train_seeds=GROUPS * args.iterations,
-        evaluation_interval=20,
+        evaluation_interval=5,
         evaluation_episodes=HELD_OUT_GAMES,
         checkpoint_path=folder / "run",
         max_reward=1.0,
