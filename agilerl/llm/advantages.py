@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from agilerl.llm.config import AdvantageConfig, AdvNorm
+from agilerl.llm.engine.ranks import Ranks, mean_and_std
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def compute_advantages(
     config: AdvantageConfig,
     turn_ids: torch.Tensor | None = None,
     trajectory_ids: torch.Tensor | None = None,
+    ranks: Ranks | None = None,
 ) -> Advantages:
     """Turn the rewards of a batch into per-token advantages.
 
@@ -107,6 +109,7 @@ def compute_advantages(
             rewards per turn; without, it falls back to the trajectory, which the log says once.
         trajectory_ids: ``(B,)`` long, the trajectory that each row belongs to; None: N = B, one row
             each.
+        ranks: The processes whose batches make one; whitening is over all of them. None: this one.
 
     Raises:
         ValueError: If the batch does not consist of whole groups, or a turn has no reward.
@@ -135,7 +138,7 @@ def compute_advantages(
         mask = mask & (values.abs() > config.filter_eps)
     values = torch.where(mask, values, 0.0)
     if config.whiten:
-        values = _whiten(values, mask)
+        values = _whiten(values, mask, ranks or Ranks())
     if config.clip_range is not None:
         values = values.clamp(-config.clip_range, config.clip_range)
     return Advantages(values, mask, zero_variance_groups(returns, config.group_size))
@@ -193,9 +196,9 @@ def _scatter_turns(
     return per_turn[trajectory_ids].gather(1, turns.clamp(min=0))
 
 
-def _whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _whiten(values: torch.Tensor, mask: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Zero mean and unit (unbiased) std over the masked tokens; unchanged with fewer than two."""
-    tokens = values[mask]
-    if tokens.numel() < 2:
+    count, mean, std = mean_and_std(values[mask], ranks)
+    if count < 2:
         return values
-    return torch.where(mask, (values - tokens.mean()) / (tokens.std() + STD_EPS), 0.0)
+    return torch.where(mask, (values - mean) / (std + STD_EPS), 0.0)

@@ -96,6 +96,8 @@ def make_batch(
     completion_ids: Sequence[torch.Tensor] | torch.Tensor,
     action_masks: Sequence[torch.Tensor] | torch.Tensor,
     turn_ids: Sequence[torch.Tensor] | torch.Tensor | None = None,
+    *,
+    may_lack_actions: bool = False,
 ) -> Batch:
     """Build a batch from what ``get_action`` or an environment returned.
 
@@ -103,9 +105,10 @@ def make_batch(
         completion_ids: ``(G, T_i)`` long tensors, prompt included, or one ``(B, T)`` tensor.
         action_masks: ``(G, T_i - 1)`` bool tensors, or one ``(B, T - 1)``.
         turn_ids: ``(B, T - 1)`` or a list; -1 outside actions.
+        may_lack_actions: Take rows without any action: other ranks have some.
 
     Raises:
-        ValueError: If shapes disagree or no row has any action.
+        ValueError: If shapes disagree, or no row has any action although one must.
     """
     token_ids = stack_rows(completion_ids, 0).long()
     action_mask = stack_rows(action_masks, False).bool()
@@ -116,7 +119,7 @@ def make_batch(
             f"{tuple(token_ids.shape)} need {expected}: one position less than tokens, one row per "
             "completion"
         )
-    if not action_mask.any():
+    if not (may_lack_actions or action_mask.any()):
         raise ValueError(
             "action_masks are False everywhere: there is no generated token to learn from"
         )

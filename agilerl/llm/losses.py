@@ -118,11 +118,27 @@ def pooled_log_ratio(
     return torch.where(mask, (total / count.clamp(min=1)).gather(1, index), 0.0)
 
 
+def reduction_counts(mask: torch.Tensor, row_shares: torch.Tensor | None = None) -> torch.Tensor:
+    """Trained tokens and sequences of a mini-batch, ``(2,)`` float64: what its means divide by.
+
+    Args:
+        mask: ``(B, S)`` bool.
+        row_shares: As in :func:`reduction_weights`.
+    """
+    return torch.stack([mask.sum().double(), _sequence_shares(mask, row_shares).sum()])
+
+
+def _sequence_shares(mask: torch.Tensor, row_shares: torch.Tensor | None) -> torch.Tensor:
+    """``(B,)`` float64: by how much each row counts as a sequence."""
+    return mask.any(1).double() if row_shares is None else row_shares.double()
+
+
 def reduction_weights(
     mask: torch.Tensor,
     reduction: Reduction,
     max_output_tokens: int | None = None,
     row_shares: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weight of every token in the loss of a mini-batch, so that ``loss = sum(weights * terms)``.
 
@@ -136,19 +152,20 @@ def reduction_weights(
         max_output_tokens: Tokens; needed for ``"constant"``.
         row_shares: ``(B,)`` by which a row counts as a sequence: its part of the trained tokens of
             a trajectory that gave several rows. None: 1.
+        counts: ``(2,)`` :func:`reduction_counts` of the whole mini-batch, where these rows are only
+            a rank's part of it; None: they are all of it.
 
     Returns:
         ``(B, S)`` float64, 0 outside ``mask``.
     """
     weights = mask.to(torch.float64)
-    tokens = weights.sum(1, keepdim=True)
-    shares = (tokens > 0).to(weights) if row_shares is None else row_shares[:, None].to(weights)
-    sequences = shares.sum()
+    all_tokens, sequences = reduction_counts(mask, row_shares) if counts is None else counts
     sequences = torch.where(sequences > 0, sequences, 1.0)
     if reduction == "sequence":
-        return weights * shares / tokens.clamp(min=1) / sequences
+        shares = _sequence_shares(mask, row_shares)[:, None]
+        return weights * shares / weights.sum(1, keepdim=True).clamp(min=1) / sequences
     if reduction == "token":
-        return weights / tokens.sum().clamp(min=1)
+        return weights / all_tokens.clamp(min=1)
     if reduction == "constant":
         if max_output_tokens is None:
             raise ValueError('loss_reduction "constant" needs max_output_tokens')

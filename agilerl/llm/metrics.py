@@ -8,12 +8,29 @@ from dataclasses import dataclass, field
 
 import torch
 
+from agilerl.llm.engine.ranks import Ranks, mean_and_std
 from agilerl.llm.losses import LossTerms
+
+# What may be measured; in the same order on every rank.
+SUMS = (
+    "clip_fraction",
+    "entropy",
+    "ratio_mean",
+    "mean_kl",
+    "importance_weight_mean",
+    "importance_weight_capped",
+    "importance_weight_nonfinite",
+)
+MAXIMA = ("ratio_max", "importance_weight_max")
 
 
 @dataclass
 class UpdateMetrics:
-    """Sums over the trained tokens of every micro-batch, turned into means at the end."""
+    """Sums over the trained tokens of every micro-batch, turned into means at the end.
+
+    Losses, norms and skipped steps are of all ranks from the start, the others of this one until
+    :meth:`reduce`.
+    """
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -48,6 +65,23 @@ class UpdateMetrics:
             )
             self._max(importance_weight_max=finite.max())
 
+    def reduce(self, ranks: Ranks) -> None:
+        """Make this the metrics of all ranks; each must call it."""
+        if ranks.count == 1:
+            return
+        # A rank that ran nothing has not measured what others have.
+        values = [self.sums.get(name, 0.0) for name in SUMS]
+        present = [float(name in self.sums) for name in SUMS]
+        *totals, tokens = ranks.sum(
+            torch.tensor([*values, *present, self.tokens]).double()
+        ).tolist()
+        found = zip(SUMS, totals[: len(SUMS)], totals[len(SUMS) :], strict=True)
+        self.sums = {name: total for name, total, measured in found if measured}
+        self.tokens = int(tokens)
+        own = [self.maxima.get(name, -math.inf) for name in MAXIMA]
+        highest = ranks.max(torch.tensor(own, dtype=torch.float64)).tolist()
+        self.maxima = {n: v for n, v in zip(MAXIMA, highest, strict=True) if v > -math.inf}
+
     def result(self) -> dict[str, float]:
         """Means per token, maxima, and the mean loss and gradient norm of the optimizer steps.
 
@@ -81,14 +115,17 @@ def batch_metrics(
     mask: torch.Tensor,
     action_mask: torch.Tensor,
     zero_variance_groups: int,
+    ranks: Ranks,
 ) -> Mapping[str, float]:
-    """Facts of the batch that no forward is needed for; lengths in generated tokens."""
-    trained = advantages[mask]
+    """Facts of all ranks' batches that no forward is needed for; lengths in generated tokens."""
+    count, mean, std = mean_and_std(advantages[mask], ranks)
+    facts = torch.tensor([float(action_mask.sum()), len(action_mask), zero_variance_groups])
+    tokens, rows, equal_groups = ranks.sum(facts.double()).tolist()
     return {
-        "advantage_mean": float(trained.mean()) if trained.numel() else 0.0,
-        "advantage_std": float(trained.std()) if trained.numel() > 1 else 0.0,
-        "completion_length": float(action_mask.sum(1).float().mean()),
-        "zero_variance_groups": float(zero_variance_groups),
+        "advantage_mean": mean,
+        "advantage_std": std if count > 1 else 0.0,
+        "completion_length": tokens / rows,
+        "zero_variance_groups": equal_groups,
     }
 
 

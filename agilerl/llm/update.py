@@ -14,6 +14,7 @@ from agilerl.llm.config import ForwardConfig, LossConfig, UpdateConfig
 from agilerl.llm.engine import Engine
 from agilerl.llm.losses import policy_loss, reduction_weights
 from agilerl.llm.metrics import UpdateMetrics
+from agilerl.llm.mini_batches import MiniBatch, plan_mini_batches
 from agilerl.llm.policy import Policy, scatter_actions
 
 logger = logging.getLogger(__name__)
@@ -66,14 +67,17 @@ def run_update(
 ) -> UpdateMetrics:
     """Run the epochs of mini-batches over a batch.
 
+    With several ranks each brings its own rows, and all of them step together: what a mean divides
+    by, whether a step is taken, and the metrics returned are those of all ranks.
+
     Args:
         policy: Whose actor is trained.
         engine: Who steps.
         rollouts: The batch and its advantages.
         loss: The objective.
         forward: How log-probs are computed.
-        update: Mini-batch and micro-batch sizes, epochs, gradient clipping.
-        rng: Orders the mini-batches.
+        update: Mini-batch and micro-batch sizes (in rows of this rank), epochs, gradient clipping.
+        rng: Orders the prompts.
         health: Counts skipped steps over calls.
 
     Raises:
@@ -85,29 +89,30 @@ def run_update(
     if loss.beta != 0.0:
         ref_role = "reference" if "reference" in policy.slots else None
         ref_logp = policy.frozen_logprobs(batch, ref_role, forward)
-    mini_batches = [
-        rows for _ in range(update.epochs) for rows in _mini_batches(batch, update.batch_size, rng)
-    ]
     active = _active_rows(rollouts, has_kl=ref_logp is not None)
-    # At the first step the log-probs of the rollout are the current ones.
-    later = torch.cat(mini_batches[1:]).unique() if len(mini_batches) > 1 else None
-    if later is not None:
-        old_logp = policy.frozen_logprobs(batch, "actor", forward, later[active[later]])
-
     shares = rollouts.row_shares()
+    mini_batches = plan_mini_batches(
+        batch, rollouts.advantages.mask, active, shares, update, engine, rng
+    )
+    if len(mini_batches) > 1:
+        # At the first step the log-probs of the rollout are the current ones.
+        later = torch.cat([mini.active for mini in mini_batches[1:]]).unique()
+        old_logp = policy.frozen_logprobs(batch, "actor", forward, later)
+
     policy.activate("actor")
-    for number, rows in enumerate(mini_batches):
+    for number, mini in enumerate(mini_batches):
         old = old_logp if number > 0 else None
         step = _Step(
-            policy, engine, rollouts, active, loss, forward, update, old, ref_logp, shares, metrics
+            policy, engine, rollouts, loss, forward, update, old, ref_logp, shares, metrics
         )
         try:
-            bad_rows = step.run(rows)
+            rows_at_fault = step.run(mini)
         except BaseException:
             engine.discard()
             raise
-        if bad_rows is not None:
-            _watch(bad_rows, metrics, health)
+        if rows_at_fault is not None:
+            _watch(rows_at_fault, engine.ranks.rank, metrics, health)
+    metrics.reduce(engine.ranks)
     return metrics
 
 
@@ -124,7 +129,6 @@ class _Step:
     policy: Policy
     engine: Engine
     rollouts: Rollouts
-    active: torch.Tensor
     loss: LossConfig
     forward: ForwardConfig
     update: UpdateConfig
@@ -133,36 +137,52 @@ class _Step:
     row_shares: torch.Tensor | None
     metrics: UpdateMetrics
 
-    def run(self, rows: torch.Tensor) -> list[int] | None:
-        """Take the step.
+    def run(self, mini: MiniBatch) -> list[list[int]] | None:
+        """Take the step; every decision is made by all ranks together.
 
         Returns:
-            The rows at fault if it was skipped because loss or gradient is not finite, else none;
-            None if there was nothing to learn from.
+            Each rank's rows at fault if the step was skipped because loss or gradient is not
+            finite, else none; None if no rank has anything to learn from.
         """
-        mask = self.rollouts.advantages.mask[rows]
-        shares = None if self.row_shares is None else self.row_shares[rows]
-        weights = reduction_weights(mask, self.loss.reduction, self.loss.max_output_tokens, shares)
-        chosen = self.active[rows].nonzero().squeeze(1)
-        if chosen.numel() == 0:
+        if not mini.has_gradient:
             self.metrics.losses.append(0.0)
             return None
-        per_row = torch.cat(
-            [
-                self._micro_batch(rows[part], weights[part])
-                for part in chosen.split(self.update.micro_batch_size)
-            ]
-        )
+        per_row = self._backward(mini)
         bad = ~per_row.isfinite()
-        if bad.any():
+        verdict = torch.stack([bad.sum().double(), per_row.sum().double()])
+        bad_rows, loss = self.engine.ranks.sum(verdict).tolist()
+        if bad_rows:
             self.engine.discard()
-            return rows[chosen][bad].tolist()
+            return self.engine.ranks.gather(mini.active[bad].tolist())
         norm = self.engine.step(self.update.max_grad_norm)
         if not math.isfinite(norm):
-            return rows[chosen].tolist()
-        self.metrics.losses.append(float(per_row.sum()))
+            return self.engine.ranks.gather(mini.active.tolist())
+        self.metrics.losses.append(loss)
         self.metrics.grad_norms.append(norm)
         return []
+
+    def _backward(self, mini: MiniBatch) -> torch.Tensor:
+        """Accumulate the gradient of this rank's rows; ``(a,)``, what each adds to the loss."""
+        weights = reduction_weights(
+            self.rollouts.advantages.mask[mini.active],
+            self.loss.reduction,
+            self.loss.max_output_tokens,
+            None if self.row_shares is None else self.row_shares[mini.active],
+            mini.counts,
+        )
+        size = self.update.micro_batch_size
+        parts = [
+            self._micro_batch(mini.active[start : start + size], weights[start : start + size])
+            for start in range(0, len(mini.active), size)
+        ]
+        for _ in range(mini.weightless):
+            self._weightless()
+        return torch.cat(parts) if parts else weights.new_zeros(0)
+
+    def _weightless(self) -> None:
+        """A forward and backward that add nothing, for ranks that must run equally many."""
+        batch = self.rollouts.batch.select(torch.zeros(1, dtype=torch.long))
+        self.engine.backward(self.policy.logprobs(batch, self.forward).logp.sum() * 0.0)
 
     def _micro_batch(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Forward and backward of some rows; returns each one's contribution to the loss."""
@@ -193,24 +213,20 @@ class _Step:
         return terms.per_row
 
 
-def _mini_batches(batch: Batch, size: int, rng: torch.Generator) -> list[torch.Tensor]:
-    """Row indices of each optimizer step: prompts in random order, each one's rows side by side."""
-    if len(batch) <= size:
-        return [torch.arange(len(batch), device=batch.token_ids.device)]
-    prompts = int(batch.prompt_index.max()) + 1
-    rank = torch.randperm(prompts, generator=rng).to(batch.prompt_index.device)
-    return list(torch.argsort(rank[batch.prompt_index], stable=True).split(size))
-
-
-def _watch(bad_rows: list[int], metrics: UpdateMetrics, health: Health) -> None:
+def _watch(
+    rows_at_fault: list[list[int]], rank: int, metrics: UpdateMetrics, health: Health
+) -> None:
     """Count a skipped step; raise when they keep coming."""
-    if not bad_rows:
+    if not rows_at_fault:
         health.bad_steps = 0
         return
     health.bad_steps += 1
     metrics.skipped_steps += 1
-    listed = f"rows {bad_rows[:16]}{' ...' if len(bad_rows) > 16 else ''} of the batch"
-    logger.warning("optimizer step skipped: the loss or its gradient is not finite (%s)", listed)
+    listed = _listed(rows_at_fault)
+    if rank == 0:
+        logger.warning(
+            "optimizer step skipped: the loss or its gradient is not finite (%s)", listed
+        )
     if health.bad_steps >= MAX_BAD_STEPS:
         saved = health.last_checkpoint or "none was written yet"
         raise NonFiniteUpdateError(
@@ -218,3 +234,14 @@ def _watch(bad_rows: list[int], metrics: UpdateMetrics, health: Health) -> None:
             f"on {listed}. Weights are those before the first; last good checkpoint: {saved}. "
             "Lower lr or max_grad_norm, or check the rewards."
         )
+
+
+def _listed(rows_at_fault: list[list[int]]) -> str:
+    """Rows by rank, as a message names them."""
+    several = len(rows_at_fault) > 1
+    return ", ".join(
+        f"rows {rows[:16]}{' ...' if len(rows) > 16 else ''} of "
+        + (f"rank {rank}'s batch" if several else "the batch")
+        for rank, rows in enumerate(rows_at_fault)
+        if rows
+    )

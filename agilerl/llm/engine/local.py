@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.llm.engine.ranks import Ranks
 
 
 def cosine_schedule(
@@ -45,7 +47,15 @@ def set_learning_rate(
 
 
 class LocalEngine:
-    """Gradient accumulation, clipping and optimizer of one process."""
+    """Gradient accumulation, clipping and optimizer of one process.
+
+    Args:
+        parameters: What is trained.
+        lr: Learning rate of AdamW.
+        schedule: Warm-up and decay of it; None: constant.
+    """
+
+    lockstep = False
 
     def __init__(
         self,
@@ -57,6 +67,7 @@ class LocalEngine:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
         self.scheduler = None if schedule is None else cosine_schedule(self.optimizer, schedule)
         self.lr = lr
+        self.ranks = Ranks()
 
     def set_lr(self, lr: float) -> None:
         """Take over a new learning rate; a no-op when it is the current one."""
@@ -97,7 +108,11 @@ class LocalEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore moments and schedule position; the live learning rate is kept."""
         lr = self.lr
-        self.optimizer.load_state_dict(state["optimizer"])
+        # torch would keep the given moments, and step them in place.
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         set_learning_rate(self.optimizer, lr, self.scheduler)
+
+    def close(self) -> None:
+        """Let go of the parameters; the engine must not be used afterwards."""

@@ -1,0 +1,99 @@
+"""The processes that train together: who this one is, and the few collectives an update needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Ranks:
+    """A single process; also what others answer to.
+
+    Every method is a collective: all ranks must call it, in the same order.
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, the same on each, in a new tensor."""
+        return tensor.detach().clone()
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum over ranks, in a new tensor."""
+        return tensor.detach().clone()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's small picklable value, in the order of ranks."""
+        return [value]
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite the tensors with those of rank 0."""
+
+
+class ProcessRanks(Ranks):
+    """The processes of torch's default process group.
+
+    Args:
+        device: Where this process's collectives run: its GPU with nccl, the CPU with gloo.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = torch.distributed.get_rank()
+        self.count = torch.distributed.get_world_size()
+        self.device = device
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks."""
+        return self._reduced(tensor, torch.distributed.ReduceOp.SUM)
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum over ranks."""
+        return self._reduced(tensor, torch.distributed.ReduceOp.MAX)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value."""
+        values: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite the tensors with those of rank 0."""
+        for tensor in tensors:
+            moved = tensor.detach().to(self.device, copy=True)
+            torch.distributed.broadcast(moved, src=0)
+            tensor.copy_(moved)
+
+    def _reduced(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
+        moved = tensor.detach().to(self.device, copy=True)
+        torch.distributed.all_reduce(moved, op=operation)
+        return moved.to(tensor.device)
+
+
+def ranks_of(accelerator: Accelerator | None) -> Ranks:
+    """The ranks that an accelerator stands for.
+
+    torch is asked how many there are: on CPUs Accelerate counts one process when it has a DeepSpeed
+    plugin, unless it was told to use gloo.
+    """
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if accelerator is None or not distributed or torch.distributed.get_world_size() == 1:
+        return Ranks()
+    return ProcessRanks(accelerator.device)
+
+
+def mean_and_std(values: torch.Tensor, ranks: Ranks) -> tuple[int, float, float]:
+    """Count, mean and unbiased std of all ranks' values; 0 where there are too few."""
+    values = values.detach().double()
+    count, total = ranks.sum(
+        torch.stack([values.new_tensor(values.numel()), values.sum()])
+    ).tolist()
+    mean = total / max(count, 1)
+    squares = float(ranks.sum((values - mean).square().sum()))
+    return int(count), mean, (squares / max(count - 1, 1)) ** 0.5
