@@ -1,0 +1,55 @@
+"""The engine of several processes without DeepSpeed: the local one and a sum of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.engine.ranks import Ranks
+
+
+class AllReduceEngine(LocalEngine):
+    """Data parallel training: one flat all-reduce of the adapter's gradients per optimizer step.
+
+    Only LoRA gradients exist, and they are small. Nothing is communicated before the step, so ranks
+    may run different numbers of micro-batches, and forward as often as they like per backward.
+
+    Args:
+        parameters: What is trained; overwritten with the values of rank 0.
+        lr: Learning rate of AdamW.
+        schedule: Warm-up and decay of it; None: constant.
+        ranks: The processes that step together.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float,
+        schedule: CosineLRScheduleConfig | None,
+        ranks: Ranks,
+    ) -> None:
+        super().__init__(parameters, lr, schedule)
+        self.ranks = ranks
+        ranks.broadcast(self.parameters)
+
+    def step(self, max_grad_norm: float) -> float:
+        """Sum the gradients over ranks, then as in a single process."""
+        self._sum_gradients()
+        return super().step(max_grad_norm)
+
+    def _sum_gradients(self) -> None:
+        gradients = [p.grad for p in self.parameters]
+        flat = [
+            p.new_zeros(p.numel()) if grad is None else grad.flatten()
+            for p, grad in zip(self.parameters, gradients, strict=True)
+        ]
+        # What no rank has used keeps no gradient: AdamW leaves it alone, as in a single process.
+        used = flat[0].new_tensor([grad is not None for grad in gradients])
+        summed = self.ranks.sum(torch.cat([*flat, used]))
+        *parts, used = summed.split([*(p.numel() for p in self.parameters), len(gradients)])
+        for parameter, part, users in zip(self.parameters, parts, used.tolist(), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype) if users else None

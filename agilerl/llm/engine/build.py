@@ -1,0 +1,49 @@
+"""Which engine an accelerator asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.llm.engine.all_reduce import AllReduceEngine
+from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.engine.ranks import ranks_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def build_engine(
+    parameters: Iterable[nn.Parameter],
+    lr: float,
+    schedule: CosineLRScheduleConfig | None = None,
+    accelerator: Accelerator | None = None,
+) -> LocalEngine:
+    """An engine over an adapter's parameters.
+
+    Args:
+        parameters: What is trained.
+        lr: Learning rate of AdamW.
+        schedule: Warm-up and decay of it; None: constant.
+        accelerator: None is a single process. With a DeepSpeed plugin of stage 1 or 2, its ZeRO
+            optimizer; else gradients are summed over the processes (ZeRO 0 partitions nothing).
+    """
+    ranks = ranks_of(accelerator)
+    section = deepspeed_config(accelerator).get("zero_optimization", {})
+    if section.get("stage", 0) in (1, 2) and torch.distributed.is_initialized():
+        from agilerl.llm.engine.zero import ZeroEngine
+
+        return ZeroEngine(parameters, lr, schedule, ranks, section)
+    if ranks.count == 1:
+        return LocalEngine(parameters, lr, schedule)
+    return AllReduceEngine(parameters, lr, schedule, ranks)
+
+
+def deepspeed_config(accelerator: Accelerator | None) -> dict[str, Any]:
+    """The accelerator's DeepSpeed configuration; empty without a plugin."""
+    plugin = None if accelerator is None else accelerator.deepspeed_plugin
+    return {} if plugin is None else plugin.deepspeed_config
