@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from agilerl.algorithms.core.accelerators import rank_batch_size, rank_micro_batch_size
 from agilerl.algorithms.core.arguments import check_arguments, stacklevel_of_caller
 from agilerl.algorithms.core.experience import (
     check_trajectory_ids,
@@ -28,6 +29,7 @@ from agilerl.llm.config import (
     Reduction,
     UpdateConfig,
 )
+from agilerl.llm.engine.ranks import Ranks, ranks_of
 from agilerl.llm.losses import LOSS_TABLE, clip_band
 from agilerl.llm.metrics import batch_metrics
 from agilerl.llm.update import Rollouts, run_update
@@ -58,7 +60,7 @@ class GRPO(LLMAlgorithm):
         model_config: Keyword arguments of ``from_pretrained``.
         hp_config: Hyperparameters that evolution may mutate.
         index: Place in a population.
-        batch_size: Sequences per optimizer step.
+        batch_size: Sequences per optimizer step, over all processes: a multiple of their number.
         beta: Weight of the KL penalty towards the reference policy; 0 spares the reference pass.
         lr: Learning rate of AdamW.
         clip_coef: c clips the ratio to ``[1 - c, 1 + c]``; a tuple is the absolute band
@@ -75,7 +77,8 @@ class GRPO(LLMAlgorithm):
         use_memory_efficient_params: Only matters with colocated vLLM.
         calc_position_embeddings: Pass position ids to the model. False for models that take none:
             prompts are then only batched with others of their length.
-        micro_batch_size_per_gpu: Sequences per forward and backward; None: ``batch_size``.
+        micro_batch_size_per_gpu: Sequences per forward and backward of a process; None: its share
+            of ``batch_size``, over the accelerator's gradient accumulation steps.
         max_output_tokens: Longest completion, in tokens; None: up to ``max_model_len``.
         min_output_tokens: No end of sequence before this many tokens.
         max_model_len: Longest row of prompt and completion, in tokens; None: what the model's
@@ -83,9 +86,11 @@ class GRPO(LLMAlgorithm):
         hf_generate_chunk_size: Sequences generated at a time; None: 256.
         lora_config: The adapter; None: rank 16 on every linear layer but the head.
         cosine_lr_schedule_config: Warm-up and cosine decay, advanced by one per ``learn``.
-        accelerator: Not supported yet.
-        device: Where the model runs.
-        wrap: Kept for clones and wrappers of distributed training.
+        accelerator: Trains over its processes: by summing gradients, or with its DeepSpeed plugin's
+            ZeRO stage 0, 1 or 2. It also decides the device. None: a single process.
+        device: Where the model runs, without an accelerator.
+        wrap: Train over the accelerator's processes at once; otherwise after
+            :meth:`~agilerl.algorithms.core.llm.LLMAlgorithm.wrap_models`.
         clone: Whether this agent is made as a clone.
         use_vllm: Not supported yet.
         vllm_config: Not supported yet.
@@ -260,6 +265,7 @@ class GRPO(LLMAlgorithm):
 
         Raises:
             ValueError: If shapes disagree, groups are incomplete, or a reward is not finite.
+            RuntimeError: If there are several processes, and the agent is not wrapped.
             NonFiniteUpdateError: If three optimizer steps in a row had a non-finite loss or
                 gradient.
         """
@@ -269,13 +275,21 @@ class GRPO(LLMAlgorithm):
                 "turn_ids is None, but importance_sampling_level is 'turn'; pass the turn of each "
                 "action to learn()"
             )
-        batch = make_batch(completion_ids, action_masks, turn_ids).to(self.policy.device)
+        ranks = self._learning_ranks()
+        batch = make_batch(
+            completion_ids, action_masks, turn_ids, may_lack_actions=ranks.count > 1
+        ).to(self.policy.device)
         if trajectory_ids is not None:
             trajectory_ids = check_trajectory_ids(trajectory_ids, len(batch)).to(batch.device)
         trajectories = len(batch) if trajectory_ids is None else int(trajectory_ids.max()) + 1
         returns = shape_rewards(rewards, trajectories, self.group_size).to(batch.device)
         advantages = compute_advantages(
-            returns, batch.action_mask, self.advantage_config(), batch.turn_ids, trajectory_ids
+            returns,
+            batch.action_mask,
+            self.advantage_config(),
+            batch.turn_ids,
+            trajectory_ids,
+            ranks,
         )
         sampling_logp = None
         if sampling_logps is not None and self.vllm_importance_sampling_correction:
@@ -294,7 +308,11 @@ class GRPO(LLMAlgorithm):
         )
         self.engine.advance_schedule()
         facts = batch_metrics(
-            advantages.values, advantages.mask, batch.action_mask, advantages.zero_variance_groups
+            advantages.values,
+            advantages.mask,
+            batch.action_mask,
+            advantages.zero_variance_groups,
+            ranks,
         )
         return {**metrics.result(), **facts}
 
@@ -330,11 +348,22 @@ class GRPO(LLMAlgorithm):
     def update_config(self) -> UpdateConfig:
         """Batch sizes, epochs and clipping, from the attributes as they are now."""
         return UpdateConfig(
-            batch_size=self.batch_size,
-            micro_batch_size=min(self.micro_batch_size_per_gpu or self.batch_size, self.batch_size),
+            batch_size=rank_batch_size(self.batch_size, self.accelerator),
+            micro_batch_size=rank_micro_batch_size(
+                self.batch_size, self.micro_batch_size_per_gpu, self.accelerator
+            ),
             epochs=self.update_epochs,
             max_grad_norm=self.max_grad_norm,
         )
+
+    def _learning_ranks(self) -> Ranks:
+        """The processes that learn together."""
+        if not self.wrap and ranks_of(self.accelerator).count > 1:
+            raise RuntimeError(
+                "this agent is not wrapped, so its processes would learn apart; call "
+                "agent.wrap_models() on all of them first"
+            )
+        return self.engine.ranks
 
     def _sampling_logp(
         self, rows: Sequence[torch.Tensor | None], batch: Batch

@@ -51,6 +51,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("actor_network", "gpt2", TypeError, "str.*model_name.*AutoModelForCausalLM"),
     ("actor_network", torch.nn.Linear(2, 2), TypeError, "Linear.*AutoModelForCausalLM"),
     ("model_config", "float32", TypeError, "'float32'.*dict"),
+    ("accelerator", "cpu", TypeError, "'cpu'.*accelerate.Accelerator.*create_llm_accelerator"),
     ("hp_config", {"lr": 1}, TypeError, "'lr'.*HyperparameterConfig"),
     ("hp_config", HyperparameterConfig(lrr=RLParameter(0, 1)), ValueError, "'lrr'.*group_size"),
     ("hp_config", HyperparameterConfig(lr=RLParameter(-1, 1)), ValueError, "lr.*-1.*above 0"),
@@ -107,7 +108,6 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     *((flag, "yes", TypeError, "'yes'.*True or False") for flag in FLAGS),
 ]
 UNSUPPORTED = {
-    "accelerator": object(),
     "use_vllm": True,
     "vllm_config": object(),
     "use_liger_loss": True,

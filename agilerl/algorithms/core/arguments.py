@@ -15,6 +15,11 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
+from agilerl.algorithms.core.accelerators import (
+    check_accelerator,
+    rank_batch_size,
+    settings_without_effect,
+)
 from agilerl.algorithms.core.network import check_network
 from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.llm.config import CosineLRScheduleConfig
@@ -29,7 +34,6 @@ GRANULARITIES = ("auto", "trajectory", "turn")
 
 # Accepted by the signature, not built yet: only the default is possible.
 NOT_YET = {
-    "accelerator": None,
     "use_vllm": False,
     "vllm_config": None,
     "use_liger_loss": False,
@@ -204,6 +208,7 @@ RULES: dict[str, Callable[[str, Any], None]] = {
     "hf_generate_chunk_size": OPTIONAL_COUNT,
     "lora_config": Kind(LoraConfig, "a peft.LoraConfig"),
     "cosine_lr_schedule_config": Kind(CosineLRScheduleConfig, "a CosineLRScheduleConfig"),
+    "accelerator": check_accelerator,
     "device": _device,
     "wrap": _flag,
     "clone": _flag,
@@ -276,6 +281,7 @@ def _check_pairs(arguments: Mapping[str, Any]) -> None:
             "actor_network and model_name are both None; pass actor_network (a causal language "
             "model) or model_name (a name or path to load)"
         )
+    rank_batch_size(arguments["batch_size"], arguments["accelerator"])
     least, most = arguments["min_output_tokens"], arguments["max_output_tokens"]
     if least is not None and most is not None and least > most:
         raise ValueError(
@@ -285,6 +291,12 @@ def _check_pairs(arguments: Mapping[str, Any]) -> None:
         raise ValueError(
             "loss_reduction is 'constant', which divides by max_output_tokens, but that is None; "
             "it must be set"
+        )
+    ignored = settings_without_effect(arguments["accelerator"])
+    if ignored and not arguments["clone"]:
+        warnings.warn(
+            f"these settings of accelerator have no effect: {'; '.join(ignored)}",
+            stacklevel=stacklevel_of_caller(),
         )
     level = arguments["importance_sampling_level"]
     # A clone would only repeat it.

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from peft import PeftModel
 
 from agilerl.algorithms.core import persistence
+from agilerl.algorithms.core.accelerators import rank_micro_batch_size
 from agilerl.algorithms.core.acting import action_result, evaluate, unpadded_prompts
 from agilerl.algorithms.core.evolvable import EvolvableAlgorithm
 from agilerl.algorithms.core.network import build_policy, context_length, eos_token_ids
 from agilerl.algorithms.core.registry import NetworkGroup, OptimizerConfig
 from agilerl.llm.adapters import copy_adapter
 from agilerl.llm.config import CosineLRScheduleConfig, ForwardConfig, SamplingConfig
+from agilerl.llm.engine.build import build_engine
 from agilerl.llm.engine.local import LocalEngine, cosine_schedule, set_learning_rate
+from agilerl.llm.engine.ranks import ranks_of
 from agilerl.llm.generation import Generator
 from agilerl.llm.generation.hf import HFGenerator
 from agilerl.llm.policy import Policy
@@ -27,7 +30,6 @@ from agilerl.llm.update import Health
 from agilerl.typing import ActionResult, ReasoningPrompts
 
 if TYPE_CHECKING:
-    import numpy as np
     from accelerate import Accelerator
     from peft import LoraConfig
     from transformers import PreTrainedModel
@@ -72,6 +74,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
     use_separate_reference_adapter: bool
     cast_logprobs_to_fp32: bool
     fused_logprobs_chunk_rows: int | None
+    accelerator: Accelerator | None
+    wrap: bool
     policy: Policy
     generator: Generator
     engine: LocalEngine
@@ -82,13 +86,21 @@ class LLMAlgorithm(EvolvableAlgorithm):
         for name, value in arguments.items():
             if name not in ("index", "hp_config", "actor_network", "clone"):
                 setattr(self, name, value)
-        self.device = str(self.device)
+        if self.accelerator is not None:
+            self.device = self.accelerator.device
+        # Accelerate numbers CPUs, tensors do not.
+        self.device = str(self.device).replace("cpu:0", "cpu")
         self.policy = build_policy(self, arguments["actor_network"])
         self.lora_config = self.policy.lora_config
         self.generator = HFGenerator(self.policy)
+        ranks = ranks_of(self.accelerator)
+        for role in self.policy.roles:
+            ranks.broadcast(list(self.policy.parameters(role).values()))
         self.engine = self._build_engine()
-        # Members of a population must explore differently although they share a seed.
-        self.rng = torch.Generator().manual_seed((self.seed + 1_000_003 * self.index) % 2**63)
+        # Members of a population must explore differently although they share a seed, and so must
+        # the processes that one of them is spread over.
+        offset = 1_000_003 * self.index + 7_368_787 * ranks.rank
+        self.rng = torch.Generator().manual_seed((self.seed + offset) % 2**63)
         self.health = Health()
         self.training = True
         self._warned_fixed_reference = False
@@ -109,8 +121,11 @@ class LLMAlgorithm(EvolvableAlgorithm):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _build_engine(self) -> LocalEngine:
-        return LocalEngine(
-            self.policy.parameters().values(), self.lr, self.cosine_lr_schedule_config
+        return build_engine(
+            self.policy.parameters().values(),
+            self.lr,
+            self.cosine_lr_schedule_config,
+            self.accelerator if self.wrap else None,
         )
 
     # ---- acting
@@ -164,13 +179,15 @@ class LLMAlgorithm(EvolvableAlgorithm):
 
         Returns:
             ``(loop · rows,)`` float32 rewards, one per test row or (the return of an) episode;
-            their mean is appended to ``fitness``.
+            their mean is appended to ``fitness``. With several processes, the rewards of all of
+            them in the order of ranks, so that fitness is the same on each.
 
         Raises:
             TypeError: If the environment is of another kind.
             ValueError: If ``loop`` is not positive.
         """
-        scores = evaluate(self, env, loop)
+        ranks = ranks_of(self.accelerator)
+        scores = np.concatenate(ranks.gather(evaluate(self, env, loop)))
         self.fitness.append(float(scores.mean()))
         return scores
 
@@ -197,7 +214,9 @@ class LLMAlgorithm(EvolvableAlgorithm):
         """How log-probs are computed, from the attributes as they are now."""
         return ForwardConfig(
             temperature=self.temperature,
-            micro_batch_size=self.micro_batch_size_per_gpu or self.batch_size,
+            micro_batch_size=rank_micro_batch_size(
+                self.batch_size, self.micro_batch_size_per_gpu, self.accelerator
+            ),
             recompute_layers=self.gradient_checkpointing,
             use_position_ids=self.calc_position_embeddings,
             fp32_logits=self.cast_logprobs_to_fp32,
@@ -226,7 +245,14 @@ class LLMAlgorithm(EvolvableAlgorithm):
         """Start the optimizer (there is one) and its schedule afresh."""
         if optimizer is not None and optimizer.name != "optimizer":
             raise ValueError(f"optimizer {optimizer.name!r} is unknown; this agent has 'optimizer'")
+        self._replace_engine()
+
+    def _replace_engine(self, state: dict[str, Any] | None = None) -> None:
+        """Build the engine anew, with an optimizer state if there is one."""
+        self.engine.close()
         self.engine = self._build_engine()
+        if state is not None:
+            self.engine.load_state_dict(state)
 
     @staticmethod
     def update_lr(
@@ -291,10 +317,26 @@ class LLMAlgorithm(EvolvableAlgorithm):
         self.policy.compile(self.torch_compiler)
 
     def wrap_models(self) -> None:
-        """Nothing to wrap in a single process."""
+        """Train over the accelerator's processes again, from rank 0's weights.
+
+        The optimizer keeps its state; without an accelerator nothing changes. All processes must
+        call it, and :meth:`unwrap_models`.
+        """
+        self._set_wrapped(True)
 
     def unwrap_models(self) -> None:
-        """Nothing to unwrap in a single process."""
+        """Take the accelerator's engine down: plain weights, a plain optimizer with its full state.
+
+        ``learn`` needs :meth:`wrap_models` again where there are several processes.
+        """
+        self._set_wrapped(False)
+
+    def _set_wrapped(self, wrapped: bool) -> None:
+        if wrapped == self.wrap:
+            return
+        state = self.engine.state_dict()
+        self.wrap = wrapped
+        self._replace_engine(state)
 
     def clean_up(self) -> None:
         """Free this agent's adapters and optimizer; a second call does nothing.
@@ -302,6 +344,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
         The last agent on a base leaves a plain model without adapters.
         """
         if "policy" in vars(self):
+            self.engine.close()
             self.policy.release()
             for name in ("policy", "generator", "engine"):
                 delattr(self, name)
@@ -313,7 +356,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
 
         Args:
             index: Its place in the population; None: this one's.
-            wrap: Kept for distributed training.
+            wrap: Whether the copy trains over the accelerator's processes at once; otherwise after
+                :meth:`wrap_models`.
         """
         arguments = self.inspect_attributes(self, input_args_only=True)
         arguments |= {
@@ -325,8 +369,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
         twin = type(self)(**arguments)
         for role in self.policy.roles:
             copy_adapter(self.policy.parameters(role), twin.policy.parameters(role))
-        # Loading does not copy the moments, and both optimizers write to theirs in place.
-        twin.engine.load_state_dict(copy.deepcopy(self.engine.state_dict()))
+        twin.engine.load_state_dict(self.engine.state_dict())
         if twin.index == self.index:
             twin.rng.set_state(self.rng.get_state())
         self.copy_attributes(self, twin)

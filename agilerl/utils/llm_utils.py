@@ -1,0 +1,79 @@
+"""Setting up the processes that train a language model together."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from agilerl.algorithms.core.accelerators import check_zero_stage
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def create_llm_accelerator(
+    zero_stage: int | None = None,
+    offload_optimizer: bool = False,
+    cpu: bool | None = None,
+    gradient_accumulation_steps: int = 1,
+) -> Accelerator | None:
+    """Make the accelerator for a script started by ``torchrun`` or ``accelerate launch``.
+
+    The same script also runs as a plain single process: then there is nothing to divide, and the
+    result is None. Make it first, before environments and agents, and give it to both.
+
+    Args:
+        zero_stage: Partition the optimizer with DeepSpeed: 1, or 2. 0 makes a DeepSpeed accelerator
+            that partitions nothing; None needs no DeepSpeed. Results are the same; memory per
+            process is not.
+        offload_optimizer: Keep the optimizer's state in CPU memory; needs ZeRO stage 1 or 2.
+        cpu: Train on CPUs over gloo; None: where there is no GPU.
+        gradient_accumulation_steps: Micro-batches per mini-batch of a process, where an agent is
+            given no ``micro_batch_size_per_gpu``.
+
+    Raises:
+        ValueError: If there is no such stage, or nothing that could be offloaded.
+        NotImplementedError: For stage 3.
+        ImportError: If a stage is asked for and DeepSpeed is not installed.
+    """
+    if zero_stage is not None:
+        check_zero_stage("zero_stage", zero_stage)
+    if offload_optimizer and zero_stage not in (1, 2):
+        raise ValueError(
+            f"offload_optimizer is True, but zero_stage is {zero_stage}; it must be 1 or 2"
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    cpu = not torch.cuda.is_available() if cpu is None else cpu
+    if zero_stage is not None:
+        return _with_deepspeed(zero_stage, offload_optimizer, cpu, gradient_accumulation_steps)
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=cpu, gradient_accumulation_steps=gradient_accumulation_steps)
+
+
+def _with_deepspeed(
+    zero_stage: int, offload_optimizer: bool, cpu: bool, accumulation_steps: int
+) -> Accelerator:
+    if cpu:
+        # DeepSpeed reads it when it is imported.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"zero_stage={zero_stage} needs DeepSpeed: pip install 'agilerl[deepspeed]'"
+        ) from error
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+
+    plugin = DeepSpeedPlugin(
+        zero_stage=zero_stage,
+        offload_optimizer_device="cpu" if offload_optimizer else "none",
+        gradient_accumulation_steps=accumulation_steps,
+    )
+    # With cpu=True Accelerate would drop the plugin, and without a backend count one process.
+    handlers = [InitProcessGroupKwargs(backend="gloo")] if cpu else []
+    return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)
