@@ -1,0 +1,312 @@
+"""What the two ranks run. Every case is called on each of them and returns what it found.
+
+The tests compare with a single process, or between ranks; see ``run_ranks.py`` for the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rollouts import (
+    COSINE,
+    CREDIT,
+    PROMPTS_OF_RANK,
+    TOKENIZER,
+    data,
+    make_agent,
+    moments,
+    weights,
+)
+
+from agilerl.algorithms import GRPO
+from agilerl.llm.advantages import Advantages
+from agilerl.llm.batch import make_batch
+from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.update import Health, Rollouts, run_update
+from agilerl.llm_envs import ReasoningGym
+
+Case = Callable[[Any], dict[str, Any]]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def mine(accelerator: Any, seed: int = 0) -> Any:
+    return data(seed).of(PROMPTS_OF_RANK[accelerator.process_index])
+
+
+def found(agent: GRPO, metrics: Any) -> dict[str, Any]:
+    result = {
+        "weights": weights(agent),
+        "metrics": metrics,
+        "moments": moments(agent),
+        "engine": type(agent.engine).__name__,
+    }
+    agent.clean_up()
+    return result
+
+
+def one_step(accelerator: Any, **changes: Any) -> dict[str, Any]:
+    agent = make_agent(accelerator, **changes)
+    return found(agent, mine(accelerator).learned_by(agent))
+
+
+@case
+def one_step_grpo(accelerator: Any) -> dict[str, Any]:
+    return one_step(accelerator)
+
+
+@case
+def one_step_cispo(accelerator: Any) -> dict[str, Any]:
+    return one_step(accelerator, loss_type="cispo", clip_coef=(0.0, 5.0))
+
+
+@case
+def one_step_constant(accelerator: Any) -> dict[str, Any]:
+    return one_step(accelerator, loss_reduction="constant")
+
+
+@case
+def whitened_turns(accelerator: Any) -> dict[str, Any]:
+    agent = make_agent(accelerator, **CREDIT)
+    return found(agent, mine(accelerator).learned_by(agent, per_turn=True))
+
+
+@case
+def nothing_to_learn_on_rank_0(accelerator: Any) -> dict[str, Any]:
+    agent = make_agent(accelerator, beta=0.0)
+    part = mine(accelerator)
+    if accelerator.process_index == 0:
+        part.rewards.zero_()
+    return found(agent, part.learned_by(agent))
+
+
+@case
+def no_actions_on_rank_0(accelerator: Any) -> dict[str, Any]:
+    agent = make_agent(accelerator)
+    part = mine(accelerator)
+    if accelerator.process_index == 0:
+        part.masks[0].zero_()
+    return found(agent, part.learned_by(agent))
+
+
+@case
+def nothing_to_learn_anywhere(accelerator: Any) -> dict[str, Any]:
+    agent = make_agent(accelerator, beta=0.0)
+    part = mine(accelerator)
+    part.rewards.zero_()
+    before = weights(agent)
+    metrics = part.learned_by(agent)
+    return {"weights": weights(agent), "before": before, "metrics": metrics}
+
+
+@case
+def mini_batches(accelerator: Any) -> dict[str, Any]:
+    """Rank 1 has two mini-batches in each of two epochs, rank 0 one."""
+    agent = make_agent(accelerator, batch_size=8, update_epochs=2, lr=1e-2)
+    rng_state = agent.rng.get_state()
+    return found(agent, mine(accelerator).learned_by(agent)) | {"rng_state": rng_state}
+
+
+@case
+def ten_steps(accelerator: Any) -> dict[str, Any]:
+    """With a schedule, and with lr and clipping mutated on the way."""
+    agent = make_agent(accelerator, cosine_lr_schedule_config=COSINE)
+    history = []
+    for step in range(10):
+        mutate(agent, step)
+        metrics = mine(accelerator, step).learned_by(agent)
+        history.append((metrics["grad_norm"], agent.optimizer.param_groups[0]["lr"]))
+    return found(agent, metrics) | {"history": history}
+
+
+def mutate(agent: GRPO, step: int) -> None:
+    if step == 4:
+        agent.lr = 3e-3
+    if step == 6:
+        agent.max_grad_norm = 0.02
+
+
+def update_with(agent: GRPO, values: torch.Tensor, part: Any, health: Health) -> dict[str, float]:
+    """``learn`` with advantages of any value."""
+    batch = make_batch(part.ids, part.masks)
+    values = torch.where(batch.action_mask, values[:, None], 0.0)
+    rollouts = Rollouts(batch, Advantages(values, batch.action_mask, 0))
+    configs = (agent.loss_config(), agent.forward_config(), agent.update_config())
+    metrics = run_update(agent.policy, agent.engine, rollouts, *configs, agent.rng, health)
+    return metrics.result()
+
+
+@case
+def non_finite(accelerator: Any) -> dict[str, Any]:
+    """A bad loss on rank 1, a gradient too large for float32 on rank 0, a good step, three bad."""
+    agent = make_agent(accelerator, beta=0.0, loss_type="cispo", clip_coef=(0.0, 5.0))
+    agent.loss_reduction = "sum"
+    part, rank = mine(accelerator), accelerator.process_index
+    good = part.rewards.sum(-1).flatten() - 1.0
+    bad_loss, bad_gradient = good.clone(), good.clone()
+    if rank == 1:
+        bad_loss[5] = math.inf
+    if rank == 0:
+        bad_gradient[:] = 1e38
+    health, before = Health(), weights(agent)
+    skipped = []
+    for values in (bad_loss, bad_gradient):
+        metrics = update_with(agent, values, part, health)
+        skipped.append((metrics["skipped_steps"], torch.equal(weights(agent), before)))
+    metrics = update_with(agent, good, part, health)
+    result = {"skipped": skipped, "bad_steps": health.bad_steps, "error": None}
+    result |= {"weights": weights(agent), "metrics": metrics, "moments": moments(agent)}
+    try:
+        for _ in range(3):
+            update_with(agent, bad_loss, part, health)
+    except RuntimeError as error:
+        result["error"] = str(error)
+    return result
+
+
+@case
+def state(accelerator: Any) -> dict[str, Any]:
+    """Two steps, then a third of the agent wrapped anew, of clones, and of one given its state."""
+    part = mine(accelerator)
+    agent = make_agent(accelerator, cosine_lr_schedule_config=COSINE)
+    for _ in range(2):
+        part.learned_by(agent)
+    saved, start = agent.engine.state_dict(), weights(agent)
+    twin, unwrapped = agent.clone(), agent.clone(wrap=False)
+    other = make_agent(accelerator, cosine_lr_schedule_config=COSINE)
+    write(other, start)
+    other.engine.load_state_dict(saved)
+
+    plain = type(unwrapped.engine) is LocalEngine
+    refusal = ""
+    try:
+        part.learned_by(unwrapped)
+    except RuntimeError as error:
+        refusal = str(error)
+    unwrapped.wrap_models()
+    agent.unwrap_models()
+    values_kept = torch.equal(weights(agent), start)
+    agent.wrap_models()
+    agents = {"again": agent, "clone": twin, "unwrapped": unwrapped, "loaded": other}
+    third = {}
+    for name, each in agents.items():
+        part.learned_by(each)
+        third[name] = (weights(each), moments(each))
+        each.clean_up()
+    return {
+        "saved": saved,
+        "start": start,
+        "third": third,
+        "plain": plain,
+        "refusal": refusal,
+        "values_kept": values_kept,
+    }
+
+
+def write(agent: GRPO, values: torch.Tensor) -> None:
+    parameters = list(agent.policy.parameters().values())
+    with torch.no_grad():
+        for p, part in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
+            p.copy_(part.view_as(p))
+
+
+@case
+def state_of_one_process(accelerator: Any) -> dict[str, Any]:
+    """What a single process saved after two steps is loaded by the ranks, which do the third."""
+    alone = make_agent(cosine_lr_schedule_config=COSINE)
+    for _ in range(2):
+        data().learned_by(alone)
+    agent = make_agent(accelerator, cosine_lr_schedule_config=COSINE)
+    mine(accelerator).learned_by(agent)  # so that there are moments to be overwritten
+    write(agent, weights(alone))
+    agent.engine.load_state_dict(alone.engine.state_dict())
+    mine(accelerator).learned_by(agent)
+    refusal = ""
+    try:
+        agent.engine.load_state_dict(make_other_state())
+    except ValueError as error:
+        refusal = str(error)
+    return found(agent, None) | {"refusal": refusal}
+
+
+def make_other_state() -> dict[str, Any]:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    engine = LocalEngine([parameter], 0.1)
+    engine.backward(parameter.sum())
+    engine.step(1.0)
+    return engine.state_dict()
+
+
+@case
+def fresh_optimizer(accelerator: Any) -> dict[str, Any]:
+    """Starting afresh: the weights stay, and the next step is a first one."""
+    agent = make_agent(accelerator)
+    empty = agent.engine.state_dict()["optimizer"]["state"]
+    start = weights(agent)
+    mine(accelerator).learned_by(agent)
+    write(agent, start)
+    agent.reinit_optimizers()
+    return found(agent, mine(accelerator).learned_by(agent)) | {"empty": empty}
+
+
+@case
+def agreement(accelerator: Any) -> dict[str, Any]:
+    """Ranks start from rank 0's weights, sample differently, and report the same fitness."""
+    agent = make_agent(accelerator)
+    with torch.no_grad():
+        next(iter(agent.policy.parameters().values())).add_(accelerator.process_index)
+    agent.reinit_optimizers()  # any engine made anew
+    prompt = dict(TOKENIZER("abc", return_tensors="pt"))
+    sampled = agent.get_action([prompt]).completion_ids[0]
+    rows = Dataset.from_list([{"question": q, "answer": q} for q in "abcdefg"])
+    env = ReasoningGym(
+        rows,
+        rows,
+        TOKENIZER,
+        lambda completion, answer, question: float(ord(question)),
+        [{"role": "user", "content": "{question}"}],
+        data_batch_size_per_gpu=2,
+        accelerator=accelerator,
+    )
+    scores = agent.test(env)
+    indivisible = ""
+    try:
+        make_agent(accelerator, batch_size=15)
+    except ValueError as error:
+        indivisible = str(error)
+    agent.batch_size = 7
+    try:
+        mine(accelerator).learned_by(agent)
+    except ValueError as error:
+        indivisible += str(error)
+    return {
+        "weights": weights(agent),
+        "sampled": sampled,
+        "scores": scores,
+        "fitness": agent.fitness,
+        "indivisible": indivisible,
+    }
+
+
+@case
+def in_lockstep(accelerator: Any) -> dict[str, Any]:
+    """As engines that communicate in every forward will need it."""
+    agent = make_agent(accelerator)
+    agent.engine.lockstep = True
+    counts = {"forwards": 0, "backwards": 0}
+    backward = agent.engine.backward
+
+    def counted(loss: torch.Tensor) -> None:
+        counts["backwards"] += 1
+        backward(loss)
+
+    agent.engine.backward = counted  # type: ignore[method-assign]
+    return found(agent, mine(accelerator).learned_by(agent)) | counts

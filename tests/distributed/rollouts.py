@@ -1,0 +1,120 @@
+"""Agents on a tiny model, and batches of rollouts that can be cut into the parts of two ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig
+
+from agilerl.algorithms import GRPO
+from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.testing import byte_tokenizer, tiny_model
+
+TOKENIZER = byte_tokenizer()
+GROUP = 4
+# Rank 0 has one prompt, rank 1 two: other numbers of rows, lengths and micro-batches.
+PROMPTS_OF_RANK = ([0], [1, 2])
+LENGTHS = ((3, 1, 6, 2), (5, 5, 2, 4), (1, 7, 3, 3))
+PROMPT_LENGTHS = (4, 7, 5)
+
+SETTINGS: dict[str, Any] = {
+    "pad_token_id": TOKENIZER.pad_token_id,
+    "pad_token": TOKENIZER.pad_token,
+    "max_output_tokens": 8,
+    "max_model_len": 64,
+    "group_size": GROUP,
+    "batch_size": 16,
+    "micro_batch_size_per_gpu": 3,
+    "beta": 0.1,
+    "lr": 1e-3,
+    "max_grad_norm": 0.1,
+    "gradient_checkpointing": False,
+    "lora_config": LoraConfig(
+        r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"
+    ),
+}
+CREDIT = {
+    "beta": 0.0,
+    "importance_sampling_level": "turn",
+    "whiten_advantages": True,
+    "loss_reduction": "token",
+}
+COSINE = CosineLRScheduleConfig(num_epochs=10, warmup_proportion=0.3)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What ``learn`` takes, one entry per prompt."""
+
+    ids: list[torch.Tensor]
+    """``(G, T)`` long."""
+    masks: list[torch.Tensor]
+    """``(G, T - 1)`` bool."""
+    rewards: torch.Tensor
+    """``(P, G, U)`` per turn."""
+    turns: list[torch.Tensor]
+    """``(G, T - 1)`` long, two tokens a turn, -1 outside actions."""
+
+    def of(self, prompts: list[int]) -> Data:
+        """Those of some prompts."""
+        return Data(
+            [self.ids[p] for p in prompts],
+            [self.masks[p] for p in prompts],
+            self.rewards[prompts],
+            [self.turns[p] for p in prompts],
+        )
+
+    def experiences(self) -> tuple[Any, Any, Any]:
+        return self.ids, self.masks, self.rewards.sum(-1)
+
+    def learned_by(self, agent: GRPO, *, per_turn: bool = False) -> dict[str, float]:
+        if not per_turn:
+            return agent.learn(self.experiences())
+        width = max(turns.shape[1] for turns in self.turns)
+        pad = torch.nn.functional.pad
+        turns = torch.cat([pad(t, (0, width - t.shape[1]), value=-1) for t in self.turns])
+        return agent.learn((self.ids, self.masks, self.rewards.flatten(0, 1)), turn_ids=turns)
+
+
+def data(seed: int = 0) -> Data:
+    """Three prompts, four completions each; ragged."""
+    rng = torch.Generator().manual_seed(seed)
+    ids, masks, turns = [], [], []
+    for prompt_length, lengths in zip(PROMPT_LENGTHS, LENGTHS, strict=True):
+        width = prompt_length + max(lengths)
+        prompt = torch.randint(97, 123, (1, prompt_length), generator=rng).expand(GROUP, -1)
+        rest = torch.randint(97, 123, (GROUP, max(lengths)), generator=rng)
+        place = torch.arange(width - 1) - (prompt_length - 1)
+        mask = (place >= 0) & (place < torch.tensor(lengths)[:, None])
+        ids.append(torch.cat([prompt, rest], dim=1))
+        masks.append(mask)
+        turns.append(torch.where(mask, place // 2, -1))
+    rewards = torch.rand(3, GROUP, 4, generator=rng)
+    played = torch.arange(4) < (torch.tensor(LENGTHS)[:, :, None] + 1) // 2
+    return Data(ids, masks, rewards * played, turns)
+
+
+def make_agent(accelerator: Any = None, **changes: Any) -> GRPO:
+    """An agent whose actor and reference have moved from the base already."""
+    model = tiny_model(hidden_size=32, layers=1)
+    agent = GRPO(**(SETTINGS | {"actor_network": model, "accelerator": accelerator} | changes))
+    for seed, role in enumerate(agent.policy.roles):
+        rng = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in agent.policy.parameters(role).values():
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=rng))
+    return agent
+
+
+def weights(agent: GRPO) -> torch.Tensor:
+    """All weights of the actor's adapter in one vector."""
+    return torch.cat([p.detach().flatten() for p in agent.policy.parameters().values()]).clone()
+
+
+def moments(agent: GRPO) -> torch.Tensor:
+    """All of AdamW's moments in one vector; collective."""
+    state = agent.engine.state_dict()["optimizer"]["state"]
+    names = ("exp_avg", "exp_avg_sq")
+    return torch.cat([state[i][name].flatten() for i in sorted(state) for name in names])

@@ -1,0 +1,37 @@
+"""Under which settings the ranks run, and which cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero0": {"zero_stage": 0},
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero2_offload": {"zero_stage": 2, "offload_optimizer": True},
+}
+# All else is the same code as under "ddp" or "zero2".
+SOME_CASES = {
+    "zero0": ["one_step_grpo", "ten_steps", "agreement"],
+    "zero1": ["one_step_grpo", "ten_steps", "non_finite", "state", "state_of_one_process"],
+    "zero2_offload": [
+        "one_step_grpo",
+        "mini_batches",
+        "ten_steps",
+        "non_finite",
+        "state",
+        "state_of_one_process",
+        "fresh_optimizer",
+    ],
+}
+
+
+def cases_of(setting: str, every: list[str]) -> list[str]:
+    """The cases that a setting runs."""
+    return SOME_CASES.get(setting, every)
+
+
+def settings_of(case: str) -> list[str]:
+    """The settings that a case runs under."""
+    return [setting for setting in ARGUMENTS if case in SOME_CASES.get(setting, [case])]
