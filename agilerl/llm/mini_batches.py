@@ -35,6 +35,7 @@ def plan_mini_batches(
     mask: torch.Tensor,
     active: torch.Tensor,
     shares: torch.Tensor | None,
+    trajectory_ids: torch.Tensor | None,
     update: UpdateConfig,
     engine: Engine,
     rng: torch.Generator,
@@ -46,16 +47,20 @@ def plan_mini_batches(
         mask: ``(B, S)`` bool, the trained positions.
         active: ``(B,)`` bool, rows with a gradient.
         shares: ``(B,)`` part of its trajectory in each row; None: all of it.
-        update: Sizes, in rows of this rank, and epochs.
+        trajectory_ids: ``(B,)`` long; None: every row is one. They are not torn apart, so that each
+            weighs the same however many rows it has.
+        update: Sizes, in trajectories of this rank, and epochs.
         engine: Whose ranks agree.
         rng: Orders the prompts, on each rank its own.
     """
-    cuts = -(-len(batch) // update.batch_size)
+    if trajectory_ids is None:
+        trajectory_ids = torch.arange(len(batch), device=batch.device)
+    cuts = -(-int(trajectory_ids.max() + 1) // update.batch_size)
     most = int(engine.ranks.max(torch.tensor(cuts)))
     nothing = torch.empty(0, dtype=torch.long, device=batch.device)
     parts: list[torch.Tensor] = []
     for _ in range(update.epochs):
-        epoch = _shuffled_parts(batch, update.batch_size, rng)
+        epoch = _shuffled_parts(batch.prompt_index, trajectory_ids, update.batch_size, rng)
         parts += epoch + [nothing] * (most - len(epoch))
 
     own = [reduction_counts(mask[p], None if shares is None else shares[p]) for p in parts]
@@ -71,10 +76,26 @@ def plan_mini_batches(
     ]
 
 
-def _shuffled_parts(batch: Batch, size: int, rng: torch.Generator) -> list[torch.Tensor]:
-    """Row indices of each step: prompts in random order, each one's rows side by side."""
-    if len(batch) <= size:
-        return [torch.arange(len(batch), device=batch.device)]
-    prompts = int(batch.prompt_index.max()) + 1
-    rank = torch.randperm(prompts, generator=rng).to(batch.device)
-    return list(torch.argsort(rank[batch.prompt_index], stable=True).split(size))
+def _shuffled_parts(
+    prompt_index: torch.Tensor, trajectory_ids: torch.Tensor, size: int, rng: torch.Generator
+) -> list[torch.Tensor]:
+    """Row indices of each step: prompts in random order, trajectories with the same side by side.
+
+    Args:
+        prompt_index: ``(B,)`` long.
+        trajectory_ids: ``(B,)`` long.
+        size: Trajectories per step.
+        rng: Orders the prompts.
+    """
+    rows = torch.arange(len(prompt_index), device=prompt_index.device)
+    count = int(trajectory_ids.max()) + 1
+    if count <= size:
+        return [rows]
+    rank = torch.randperm(int(prompt_index.max()) + 1, generator=rng).to(rows.device)
+    first_row = torch.full((count,), len(rows), device=rows.device)
+    first_row = first_row.scatter_reduce(0, trajectory_ids, rows, reduce="amin")
+    order = torch.argsort(rank[prompt_index[first_row]], stable=True)
+    place = torch.empty_like(order).scatter(0, order, torch.arange(count, device=rows.device))
+    place_of_row = place[trajectory_ids]
+    rows_per_step = torch.bincount(place_of_row // size)
+    return list(torch.argsort(place_of_row, stable=True).split(rows_per_step.tolist()))

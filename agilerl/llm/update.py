@@ -92,7 +92,14 @@ def run_update(
     active = _active_rows(rollouts, has_kl=ref_logp is not None)
     shares = rollouts.row_shares()
     mini_batches = plan_mini_batches(
-        batch, rollouts.advantages.mask, active, shares, update, engine, rng
+        batch,
+        rollouts.advantages.mask,
+        active,
+        shares,
+        rollouts.trajectory_ids,
+        update,
+        engine,
+        rng,
     )
     if len(mini_batches) > 1:
         # At the first step the log-probs of the rollout are the current ones.

@@ -20,6 +20,7 @@ from agent_helpers import (
 )
 
 from agilerl.algorithms import CISPO, GRPO, GSPO
+from agilerl.llm.mini_batches import _shuffled_parts
 
 KEYS = {
     "mean_loss", "mean_kl", "clip_fraction", "entropy", "grad_norm", "ratio_mean", "ratio_max",
@@ -222,6 +223,43 @@ def test_an_episode_in_several_rows_moves_the_weights_like_one_row(
     whole = trained(ids, turns)
     split = trained(split_ids, split_turns, trajectory_ids=[0, 1, 1])
     assert (whole - split).abs().max() < 1e-5
+
+
+def test_batch_size_counts_trajectories_not_their_rows() -> None:
+    """Four episodes of three rows each are one optimizer step of four, or two of two."""
+    ids = torch.arange(3, 15)[:, None] + torch.arange(5)
+    mask = torch.ones(12, 4, dtype=torch.bool)
+    trajectory_ids = torch.arange(12) // 3
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.0])
+
+    def counts(batch_size: int) -> list[int]:
+        agent = make_agent(batch_size=batch_size, update_epochs=1)
+        sums: list[int] = []
+        step = agent.engine.step
+
+        def counting(max_grad_norm: float) -> float:
+            sums.append(1)
+            return step(max_grad_norm)
+
+        agent.engine.step = counting  # type: ignore[method-assign]
+        agent.learn((ids, mask, rewards), trajectory_ids=trajectory_ids)
+        return sums
+
+    assert len(counts(4)) == 1
+    assert len(counts(2)) == 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_a_trajectory_is_in_one_mini_batch_with_all_its_rows(size: int) -> None:
+    trajectory_ids = torch.tensor([0, 1, 1, 2, 2, 2, 3, 4, 5, 5])
+    prompt_index = torch.tensor([0, 0, 4, 1, 5, 6, 1, 2, 2, 7])
+    rng = torch.Generator().manual_seed(0)
+    parts = _shuffled_parts(prompt_index, trajectory_ids, size, rng)
+    assert sorted(torch.cat(parts).tolist()) == list(range(10))
+    owners = [set(trajectory_ids[part].tolist()) for part in parts]
+    assert sum(map(len, owners)) == 6
+    assert all(len(owner) <= size for owner in owners)
+    assert len(parts) == -(-6 // size)
 
 
 @pytest.mark.parametrize("ids", [[0, 1], [0, 2, 2], [1, 1, 2], [0.0, 1.0, 1.0], [[0, 1, 1]]])
