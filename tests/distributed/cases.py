@@ -6,6 +6,7 @@ The tests compare with a single process, or between ranks; see ``run_ranks.py`` 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from agilerl.llm.batch import make_batch
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.update import Health, Rollouts, run_update
 from agilerl.llm_envs import ReasoningGym
+from agilerl.testing import tiny_model
 
 Case = Callable[[Any], dict[str, Any]]
 CASES: dict[str, Case] = {}
@@ -267,16 +269,12 @@ def agreement(accelerator: Any) -> dict[str, Any]:
     prompt = dict(TOKENIZER("abc", return_tensors="pt"))
     sampled = agent.get_action([prompt]).completion_ids[0]
     rows = Dataset.from_list([{"question": q, "answer": q} for q in "abcdefg"])
-    env = ReasoningGym(
-        rows,
-        rows,
-        TOKENIZER,
-        lambda completion, answer, question: float(ord(question)),
-        [{"role": "user", "content": "{question}"}],
-        data_batch_size_per_gpu=2,
-        accelerator=accelerator,
-    )
+    template = [{"role": "user", "content": "{question}"}]
+    environment = (TOKENIZER, lambda completion, answer, question: float(ord(question)), template)
+    env = ReasoningGym(rows, rows, *environment, accelerator=accelerator)
     scores = agent.test(env)
+    one_row = ReasoningGym(rows, rows.select([3]), *environment, accelerator=accelerator)
+    of_one_row = agent.test(one_row)
     indivisible = ""
     try:
         make_agent(accelerator, batch_size=15)
@@ -291,9 +289,20 @@ def agreement(accelerator: Any) -> dict[str, Any]:
         "weights": weights(agent),
         "sampled": sampled,
         "scores": scores,
+        "of_one_row": of_one_row,
         "fitness": agent.fitness,
         "indivisible": indivisible,
     }
+
+
+@case
+def other_base(accelerator: Any) -> dict[str, Any]:
+    """A base model that was initialised otherwise on rank 1."""
+    try:
+        make_agent(accelerator, actor_network=tiny_model(seed=accelerator.process_index))
+    except ValueError as error:
+        return {"error": str(error)}
+    return {}
 
 
 @case
@@ -310,3 +319,23 @@ def in_lockstep(accelerator: Any) -> dict[str, Any]:
 
     agent.engine.backward = counted  # type: ignore[method-assign]
     return found(agent, mine(accelerator).learned_by(agent)) | counts
+
+
+@case
+def deepspeed_settings(accelerator: Any) -> dict[str, Any]:
+    """What an agent makes of a DeepSpeed configuration; the last case, as it changes that."""
+    config = accelerator.deepspeed_plugin.deepspeed_config
+    result: dict[str, Any] = {}
+    config |= {"gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "optimizer": {}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        agent = make_agent(accelerator, micro_batch_size_per_gpu=None)
+        agent.clone()
+    result["warnings"] = [str(w.message) for w in caught if "no effect" in str(w.message)]
+    result["update"], result["forward"] = agent.update_config(), agent.forward_config()
+    config["zero_optimization"]["stage"] = 3
+    try:
+        make_agent(accelerator)
+    except NotImplementedError as error:
+        result["stage_3"] = str(error)
+    return result

@@ -25,13 +25,16 @@ SOME_CASES = {
         "fresh_optimizer",
     ],
 }
+ONLY_UNDER = {"deepspeed_settings": "zero2", "other_base": "ddp"}
 
 
 def cases_of(setting: str, every: list[str]) -> list[str]:
     """The cases that a setting runs."""
-    return SOME_CASES.get(setting, every)
+    return [case for case in every if setting in settings_of(case)]
 
 
 def settings_of(case: str) -> list[str]:
     """The settings that a case runs under."""
+    if case in ONLY_UNDER:
+        return [ONLY_UNDER[case]]
     return [setting for setting in ARGUMENTS if case in SOME_CASES.get(setting, [case])]

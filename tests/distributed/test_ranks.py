@@ -249,7 +249,9 @@ def test_ranks_agree_on_weights_and_fitness_and_differ_in_samples(ranks: Ranks) 
     )
     assert sorted(first["scores"]) == [float(ord(q)) for q in "abcdefg"]
     assert np.array_equal(first["scores"], second["scores"])
-    assert first["fitness"] == second["fitness"] == [np.mean([ord(q) for q in "abcdefg"])]
+    assert first["fitness"] == second["fitness"]
+    assert first["fitness"][0] == np.mean([ord(q) for q in "abcdefg"])
+    assert first["of_one_row"] == second["of_one_row"] == [float(ord("d"))]
     for rank in (first, second):
         assert "batch_size is 15" in rank["indivisible"]
         assert "batch_size is 7" in rank["indivisible"]
@@ -268,3 +270,17 @@ def test_every_setting_has_its_engine(ranks: Ranks, request: pytest.FixtureReque
     partitioned = "[zero1" in request.node.name or "[zero2" in request.node.name
     expected = "ZeroEngine" if partitioned else "AllReduceEngine"
     assert [rank["engine"] for rank in ranks] == [expected] * 2
+
+
+@each_setting("other_base")
+def test_a_base_that_differs_between_ranks_is_refused(ranks: Ranks) -> None:
+    assert all("actor_network has other weights" in rank["error"] for rank in ranks)
+
+
+@each_setting("deepspeed_settings")
+def test_a_deepspeed_configuration_counts_where_the_agent_has_no_argument(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert rank["update"].micro_batch_size == rank["forward"].micro_batch_size == 2
+        (message,) = rank["warnings"]
+        assert "max_grad_norm decides" in message and "optimizer" in message
+        assert "accelerator asks for ZeRO stage 3" in rank["stage_3"]

@@ -25,6 +25,7 @@ def check_accelerator(name: str, value: Any) -> None:
 
     Raises:
         TypeError: It is no accelerator.
+        ValueError: It does not know of the other processes.
         NotImplementedError: It is for FSDP, tensor parallelism, ZeRO 3 and the like.
     """
     if value is None:
@@ -38,6 +39,14 @@ def check_accelerator(name: str, value: Any) -> None:
         raise NotImplementedError(
             f"{name} is set up for {value.distributed_type.value}, which is not supported; use a "
             "plain Accelerator, or one with a DeepSpeed plugin of zero_stage 0, 1 or 2"
+        )
+    processes = ranks_of(value).count
+    if processes not in (1, value.num_processes):
+        raise ValueError(
+            f"{name} counts {value.num_processes} process of {processes}, as Accelerate does on "
+            "CPUs with a DeepSpeed plugin: each would think it were the main one; use "
+            "agilerl.utils.llm_utils.create_llm_accelerator, or pass "
+            'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator'
         )
     check_zero_stage(name, deepspeed_config(value).get("zero_optimization", {}).get("stage", 0))
 

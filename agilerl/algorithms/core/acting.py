@@ -110,7 +110,8 @@ def _answer_test_split(act: Act, env: Any) -> np.ndarray:
     while prompts:
         prompts, scored = env.step(act(prompts).completion_ids)[:2]
         rewards.append(scored.reshape(-1))
-    return torch.cat(rewards).numpy()
+    # With fewer rows than processes, some have none.
+    return torch.cat([torch.zeros(0), *rewards]).numpy()
 
 
 def _play_episode(act: Act, env: MultiTurnEnv, seed: int) -> float:

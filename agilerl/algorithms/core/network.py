@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from agilerl.llm.adapters import default_lora_config, scope_lora_config
 from agilerl.llm.checkpoint import adapter_state_dict
+from agilerl.llm.engine.ranks import Ranks, ranks_of
 from agilerl.llm.generation.hf import check_cache
 from agilerl.llm.lora_merge import check_same_config, load_adapter
 from agilerl.llm.policy import Policy, SharedBase, load_base
@@ -52,6 +53,7 @@ def build_policy(agent: LLMAlgorithm, network: PreTrainedModel | PeftModel | Non
     model, start = plain_model(network)
     check_pad_token(agent.pad_token_id, model)
     place_model(model, torch.device(agent.device))
+    check_same_weights(model, ranks_of(agent.accelerator))
     check_cache(model)
     policy = Policy(
         SharedBase.of(model),
@@ -88,6 +90,25 @@ def place_model(model: PreTrainedModel, device: torch.device) -> None:
         )
     logger.warning("the model moves from %s to %s, the agent's device", here, device)
     model.to(device)
+
+
+def check_same_weights(model: PreTrainedModel, ranks: Ranks) -> None:
+    """Refuse a base model that is not the same on all ranks; only adapters are kept equal.
+
+    A few weights of each tensor are compared. All ranks must call it.
+
+    Raises:
+        ValueError: The weights differ.
+    """
+    sample = [
+        p.detach().flatten()[:: p.numel() // 64 + 1].double().sum() for p in model.parameters()
+    ]
+    own = torch.stack(sample).nan_to_num()
+    if not torch.equal(ranks.max(own), -ranks.max(-own)):
+        raise ValueError(
+            "actor_network has other weights on other processes; load the same checkpoint on all "
+            "of them, or seed its initialisation alike"
+        )
 
 
 def check_network(network: Any) -> None:

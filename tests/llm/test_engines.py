@@ -1,0 +1,53 @@
+"""What engines do with parameters, gradients and states; several ranks: tests/distributed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from agilerl.llm.engine.all_reduce import AllReduceEngine
+from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.engine.ranks import Ranks, mean_and_std
+
+
+def trained_engine(value: float = 1.0) -> tuple[nn.Parameter, LocalEngine]:
+    """One parameter, one step."""
+    parameter = nn.Parameter(torch.tensor([value, 2.0]))
+    engine = LocalEngine([parameter], 0.1)
+    engine.backward((parameter * torch.tensor([1.0, -2.0])).sum())
+    engine.step(1e9)
+    return parameter, engine
+
+
+def test_a_loaded_state_is_a_copy() -> None:
+    _, source = trained_engine()
+    saved = source.state_dict()
+    before = copy.deepcopy(saved["optimizer"]["state"][0])
+    parameter, engine = trained_engine(3.0)
+    engine.load_state_dict(saved)
+    engine.backward(parameter.sum())
+    engine.step(1e9)
+    for name, value in before.items():
+        assert torch.equal(saved["optimizer"]["state"][0][name], value)
+
+
+def test_summed_gradients_are_clipped_and_unused_parameters_are_left_alone() -> None:
+    used, unused = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))
+    engine = AllReduceEngine([used, unused], 0.1, None, Ranks())
+    engine.backward(3.0 * used.sum())
+    assert engine.step(1e9) == pytest.approx(6.0)
+    assert list(engine.optimizer.state) == [used]
+    assert torch.equal(unused, torch.ones(3))
+    assert used.grad is None
+
+
+@pytest.mark.parametrize("values", [[], [2.0], [1.0, 2.0, 4.0]])
+def test_mean_and_std_are_unbiased(values: list[float]) -> None:
+    tensor = torch.tensor(values)
+    count, mean, std = mean_and_std(tensor, Ranks())
+    assert count == len(values)
+    assert mean == pytest.approx(float(tensor.mean()) if values else 0.0)
+    assert std == pytest.approx(float(tensor.std()) if len(values) > 1 else 0.0)
