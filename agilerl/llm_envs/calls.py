@@ -81,29 +81,58 @@ class CallPool:
         self._loop: _LoopThread | None = None
         self._loop_lock = threading.Lock()
 
-    def run(self, calls: Sequence[Callable[[], Any]]) -> list[CallOutcome]:
-        """Make all calls; their outcomes in the order given. Nothing that a call raises escapes."""
-        with closing(self.as_completed(calls)) as outcomes:
+    def run(
+        self,
+        calls: Sequence[Callable[[], Any]],
+        *,
+        workers: int | None = None,
+        seconds: float | None = None,
+    ) -> list[CallOutcome]:
+        """Make all calls; their outcomes in the order given. Nothing that a call raises escapes.
+
+        Args:
+            calls: What to call.
+            workers: Calls that run at the same time; None: the pool's.
+            seconds: What one call may take; None: the pool's timeout.
+        """
+        with closing(self.as_completed(calls, workers=workers, seconds=seconds)) as outcomes:
             return sorted(outcomes, key=lambda outcome: outcome.index)
 
     def as_completed(
-        self, calls: Sequence[Callable[[], Any]]
+        self,
+        calls: Sequence[Callable[[], Any]],
+        *,
+        workers: int | None = None,
+        seconds: float | None = None,
+        unfinished: set[int] | None = None,
     ) -> Generator[CallOutcome, None, None]:
-        """Outcomes as they come in. Closing the generator drops the calls that have not begun."""
+        """Outcomes as they come in. Closing the generator drops the calls that have not begun.
+
+        Args:
+            calls: What to call.
+            workers: Calls that run at the same time; None: the pool's.
+            seconds: What one call may take; None: the pool's timeout.
+            unfinished: Gets the indices of the calls that may be running still when this ends,
+                in whatever way: those given up, and those in hand when it is closed or interrupted.
+        """
+        timeout = self.timeout if seconds is None else seconds
         batch = _Batch(_Call(index, function) for index, function in enumerate(calls))
-        for _ in range(min(self.workers, len(calls))):
-            self._start_worker(batch)
         try:
+            for _ in range(min(workers or self.workers, len(calls))):
+                self._start_worker(batch)
             left = len(calls)
             while left:
                 try:
-                    outcomes = [batch.done.get(timeout=batch.seconds_left(self.timeout))]
+                    outcomes = [batch.done.get(timeout=batch.seconds_left(timeout))]
                 except queue.Empty:
-                    outcomes = [self._give_up(batch, c) for c in batch.pop_overdue(self.timeout)]
+                    overdue = batch.pop_overdue(timeout)
+                    outcomes = [self._give_up(batch, call, timeout) for call in overdue]
                 left -= len(outcomes)
                 yield from outcomes
         finally:
             batch.stop()
+            if unfinished is not None:
+                unfinished |= batch.given_up
 
     def close(self) -> None:
         """Stop the thread that coroutines run on; later calls start another one."""
@@ -112,14 +141,15 @@ class CallPool:
                 self._loop.stop()
                 self._loop = None
 
-    def _give_up(self, batch: _Batch, call: _Call) -> CallOutcome:
+    def _give_up(self, batch: _Batch, call: _Call, timeout: float) -> CallOutcome:
         """Leave an overdue call to its thread and put another worker in its place."""
         if call.future is not None:
             call.future.cancel()
             self._replace_stuck_loop()
         if batch.waiting:
             self._start_worker(batch)
-        error = TimeoutError(f"no result after {self._timeout_name}={self.timeout:g} s")
+        name = f"{self._timeout_name}=" if timeout == self.timeout else ""
+        error = TimeoutError(f"no result after {name}{timeout:g} s")
         return CallOutcome(call.index, error=error, timed_out=True)
 
     def _start_worker(self, batch: _Batch) -> None:
@@ -172,6 +202,7 @@ class _Batch:
     def __init__(self, calls: Iterable[_Call]) -> None:
         self.waiting = deque(calls)
         self.running: dict[int, _Call] = {}
+        self.given_up: set[int] = set()
         self.done: queue.SimpleQueue[CallOutcome] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
@@ -206,6 +237,7 @@ class _Batch:
             overdue = [c for c in self.running.values() if now - c.started >= timeout]
             for call in overdue:
                 del self.running[call.index]
+                self.given_up.add(call.index)
         return overdue
 
     def stop(self) -> None:
@@ -213,6 +245,7 @@ class _Batch:
         with self._lock:
             self.waiting.clear()
             abandoned = list(self.running.values())
+            self.given_up.update(self.running)
             self.running.clear()
         for call in abandoned:
             if call.future is not None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from agilerl.llm_envs.base import finite_number, shorten
-from agilerl.typing import ReasoningPrompts
+from agilerl.typing import MultiTurnEnv, ReasoningPrompts
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,14 @@ class Episodes:
     turns: torch.Tensor
     """``(N,)`` long: answers given; 0 where the environment failed before the first."""
     truncated: torch.Tensor
-    """``(N,)`` bool: cut off by the environment or by ``max_turns``."""
+    """``(N,)`` bool: cut off by the environment, by ``max_turns``, or because the next prompt would
+    not fit ``max_model_len``; ``infos[i]["truncation_reason"]`` says which, if the environment
+    does."""
     failed: torch.Tensor
     """``(N,)`` bool: ended by an exception or a time-out of the environment."""
+    infos: list[dict[str, Any]]
+    """Per episode the info of its last step, of ``reset`` if there was none; empty where that
+    failed."""
     first_prompts: list[str]
     """The text of each first prompt; empty where ``reset`` failed."""
     transcripts: list[str]
@@ -90,6 +95,8 @@ class Episode:
     generated_tokens: int = 0
     truncated: bool = False
     failed: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+    """What came with the last prompt or reward."""
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(default_factory=_no_rows)
     turns_planned: int = 0
     """``max_turns`` of the environment."""
@@ -100,6 +107,7 @@ class Episode:
         if not isinstance(outcome, tuple | list) or len(outcome) != 2:
             raise TypeError(f"reset must return (prompt, info), got {shorten(outcome)}")
         self.prompt = _checked_prompt("reset", outcome[0])
+        self.info = _checked_info("reset", outcome[1])
         self.first_prompt = str(self.prompt.get("text", ""))
 
     def act(self, completion_ids: torch.Tensor, logps: torch.Tensor | None) -> None:
@@ -116,10 +124,12 @@ class Episode:
             raise TypeError(f"step must return {names}, got {shorten(outcome)}")
         remedy = f"step must return {names}"
         self.rewards.append(finite_number("step returned the reward", outcome[1], remedy))
+        self.info = _checked_info("step", outcome[4])
         terminated = finite_number("step returned terminated =", outcome[2], remedy) != 0
         self.truncated = finite_number("step returned truncated =", outcome[3], remedy) != 0
-        if not terminated and self.turns == max_turns:
+        if not (terminated or self.truncated) and self.turns == max_turns:
             self.truncated = True
+            self.info["truncation_reason"] = "max_turns"
         done = terminated or self.truncated
         self.prompt = None if done else _checked_prompt("step", outcome[0])
 
@@ -178,6 +188,11 @@ class Episode:
         return torch.cat(parts)
 
 
+def episode_data(env: MultiTurnEnv) -> tuple[Any, str]:
+    """What ``Episode.finish`` takes."""
+    return env.get_episode_data(), str(getattr(env, "transcript", ""))
+
+
 def stack_episodes(
     episodes: Sequence[Episode],
     max_turns: int | None,
@@ -209,6 +224,7 @@ def stack_episodes(
         turns=torch.tensor([e.turns for e in episodes]),
         truncated=torch.tensor([e.truncated for e in episodes]),
         failed=torch.tensor([e.failed for e in episodes]),
+        infos=[e.info for e in episodes],
         first_prompts=[e.first_prompt for e in episodes],
         transcripts=[e.transcript for e in episodes],
         generated_tokens=sum(e.generated_tokens for e in episodes),
@@ -225,3 +241,10 @@ def _checked_prompt(method: str, prompt: Any) -> ReasoningPrompts:
             f"{shorten(prompt)}"
         )
     return cast(ReasoningPrompts, prompt)
+
+
+def _checked_info(method: str, info: Any) -> dict[str, Any]:
+    """A copy of ``info``; None counts as empty."""
+    if info is not None and not isinstance(info, Mapping):
+        raise TypeError(f"{method} must return an info dict as its last value, got {shorten(info)}")
+    return dict(info or {})

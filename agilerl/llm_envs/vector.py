@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from agilerl.llm_envs.base import checked_int, finite_number
 from agilerl.llm_envs.calls import CallOutcome, CallPool
 from agilerl.llm_envs.environment_slots import EnvironmentSlots
-from agilerl.llm_envs.episode_batch import EpisodeBatch, checked_answers
-from agilerl.llm_envs.episodes import Episode, Episodes, stack_episodes
+from agilerl.llm_envs.episode_batch import EpisodeBatch, checked_answers, checked_logps
+from agilerl.llm_envs.episodes import Episode, Episodes, episode_data, stack_episodes
 from agilerl.typing import ActionResult, MultiTurnEnv, ReasoningPrompts
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class SyncMultiTurnVecEnv:
 
     Environments are made when first needed and kept. Each is used by one thread at a time, but not
     always the same. One whose ``reset`` or ``step`` raises, returns nonsense or runs out of time
-    ends its episode with ``error_reward``, and is replaced for the next batch.
+    ends its episode with ``error_reward``, and is replaced for the next batch; it is closed in the
+    background, unless a thread still has it. Nothing more is called once more than half failed.
 
     Args:
         env_factory: Makes an environment that follows ``agilerl.typing.MultiTurnEnv``, such as a
@@ -52,8 +54,8 @@ class SyncMultiTurnVecEnv:
         group_size: Episodes per group, G.
         env_config: Keyword arguments of ``env_factory``.
         max_turns: Episodes end after this many turns at the latest; None leaves it to them.
-        max_workers: Environments that step at the same time, at most. With 1 they step in order:
-            what draws from the global ``random`` while stepping is then reproducible.
+        max_workers: Environments that are made or step at the same time, at most. With 1 they do in
+            order: what draws from the global ``random`` while stepping is then reproducible.
         step_timeout: Seconds that making, resetting or stepping one environment may take.
         error_reward: Reward of the turn in which an environment failed.
         evaluation_episodes: Episodes per :meth:`evaluate`.
@@ -84,14 +86,19 @@ class SyncMultiTurnVecEnv:
         self.max_turns = None if max_turns is None else checked_int("max_turns", max_turns)
         self.error_reward = finite_number("error_reward is", error_reward, "pass a finite number")
         self.evaluation_episodes = checked_int("evaluation_episodes", evaluation_episodes)
-        pool = partial(CallPool, step_timeout, called="environment", timeout_name="step_timeout")
-        self._steps = pool(max_workers, workers_name="max_workers")
-        self._resets = pool(reset_workers, workers_name="reset_workers")
+        self._reset_workers = checked_int("reset_workers", reset_workers)
+        calls = CallPool(
+            step_timeout,
+            max_workers,
+            called="environment",
+            timeout_name="step_timeout",
+            workers_name="max_workers",
+        )
+        self._slots = EnvironmentSlots(env_factory, env_config, calls)
         self.failures = 0
         """Episodes so far that an environment's exception or time-out ended."""
         self.timeouts = 0
         """Those of them that ran out of time."""
-        self._slots = EnvironmentSlots(env_factory, env_config, self._resets)
         self._batch: EpisodeBatch | None = None
 
     def reset(self, seeds: Sequence[int]) -> list[ReasoningPrompts]:
@@ -135,32 +142,28 @@ class SyncMultiTurnVecEnv:
             EnvironmentFailure: More than half of the batch's episodes failed.
             RuntimeError: No prompts are waiting: ``reset`` comes first.
             TypeError: Something else than tensors of ids.
-            ValueError: Answers that do not belong to the prompts.
+            ValueError: Answers that do not belong to the prompts, or longer than ``max_model_len``
+                of the environment. The prompts then go on waiting.
         """
         batch = self._batch
         if batch is None or not batch.waiting():
             raise RuntimeError("no prompts are waiting for answers; call reset(seeds) first")
         places, prompts = batch.waiting(), batch.prompts()
-        answers = checked_answers(completion_ids, prompts)
-        logps = [None] * len(places) if sampling_logps is None else list(sampling_logps)
-        if len(logps) != len(places):
-            raise ValueError(
-                f"sampling_logps has {len(logps)} entries for the {len(places)} prompts handed "
-                "out; pass one per prompt, or None"
-            )
+        envs = [self._slots[place] for place in places]
+        answers = checked_answers(completion_ids, prompts, envs)
+        logps = checked_logps(sampling_logps, len(places))
         batch.generation_seconds += time.perf_counter() - batch.handed_out
         self._batch = None  # Until the step is done: one that is interrupted leaves no batch.
         with batch.in_environments():
             for place, answer, logp in zip(places, answers, logps, strict=True):
                 batch.episodes[place].act(answer, logp)
-            calls = [
-                partial(self._slots[place].step, answer)
-                for place, answer in zip(places, answers, strict=True)
-            ]
-            for place, outcome in zip(places, self._steps.run(calls), strict=True):
-                advance = partial(batch.episodes[place].advance, max_turns=self.max_turns)
-                self._settle(batch, place, outcome, advance)
-            self._read(batch, [p for p in places if batch.episodes[p].prompt is None])
+            steps = [partial(env.step, answer) for env, answer in zip(envs, answers, strict=True)]
+            advance = partial(Episode.advance, max_turns=self.max_turns)
+            self._call(batch, dict(zip(places, steps, strict=True)), advance)
+            # Rows are taken now: a hung thread may change them later.
+            over = [place for place in places if batch.episodes[place].prompt is None]
+            reads = {place: partial(episode_data, self._slots[place]) for place in over}
+            self._call(batch, reads, Episode.finish)
         return self._hand_out(batch)
 
     def episodes(self) -> Episodes:
@@ -202,10 +205,9 @@ class SyncMultiTurnVecEnv:
         return self._stack(batches)
 
     def close(self) -> None:
-        """Close all environments; a later ``reset`` makes new ones."""
+        """Close all environments, within seconds; a later ``reset`` makes new ones."""
         self._batch = None
         self._slots.close()
-        self._steps.close()
 
     def _begin(self, seeds: Sequence[int]) -> list[ReasoningPrompts]:
         self._batch = None
@@ -213,11 +215,11 @@ class SyncMultiTurnVecEnv:
         with batch.in_environments():
             missing = self._slots.fill(len(seeds))
             for place, outcome in missing.items():
-                self._settle(batch, place, outcome, batch.episodes[place].start)
-            places = [place for place in range(len(seeds)) if place not in missing]
-            calls = [partial(self._slots[place].reset, seed=seeds[place]) for place in places]
-            for place, outcome in zip(places, self._resets.run(calls), strict=True):
-                self._settle(batch, place, outcome, batch.episodes[place].start)
+                self._settle(batch, place, outcome, Episode.start)
+            if not batch.lost:
+                places = [place for place in range(len(seeds)) if place not in missing]
+                resets = {p: partial(self._slots[p].reset, seed=seeds[p]) for p in places}
+                self._call(batch, resets, Episode.start, self._reset_workers)
         return self._hand_out(batch)
 
     def _finish(
@@ -231,34 +233,48 @@ class SyncMultiTurnVecEnv:
         assert self._batch is not None
         return self._batch
 
-    def _read(self, batch: EpisodeBatch, places: Sequence[int]) -> None:
-        """Take the rows of the episodes that are over, now: a hung thread may change them later."""
-        calls = [partial(_episode_data, self._slots[place]) for place in places]
-        for place, outcome in zip(places, self._steps.run(calls), strict=True):
-            self._settle(batch, place, outcome, batch.episodes[place].finish)
+    def _call(
+        self,
+        batch: EpisodeBatch,
+        functions: Mapping[int, Callable[[], Any]],
+        take: Callable[[Episode, Any], None],
+        workers: int | None = None,
+    ) -> None:
+        """Call into the environments at some places, until done or more than half failed."""
+        if batch.lost:
+            return
+        with closing(self._slots.call(functions, workers)) as outcomes:
+            for place, outcome in outcomes:
+                self._settle(batch, place, outcome, take)
+                if batch.episodes[place].failed and batch.lost:
+                    return
 
     def _settle(
-        self, batch: EpisodeBatch, place: int, outcome: CallOutcome, take: Callable[[Any], None]
+        self,
+        batch: EpisodeBatch,
+        place: int,
+        outcome: CallOutcome,
+        take: Callable[[Episode, Any], None],
     ) -> None:
         """Hand what an environment returned to its episode, or end the episode."""
         episode, error = batch.episodes[place], outcome.error
         if error is None:
             try:
-                take(outcome.value)
+                take(episode, outcome.value)
             except (TypeError, ValueError) as wrong_value:
                 error = wrong_value
         if error is None or episode.failed:
             return
         self.failures += 1
         self.timeouts += outcome.timed_out
-        batch.note(place, error, outcome.timed_out)
+        batch.note(place, error)
         episode.fail(self.error_reward)
 
     def _hand_out(self, batch: EpisodeBatch) -> list[ReasoningPrompts]:
-        failed = [place for place, episode in enumerate(batch.episodes) if episode.failed]
-        self._slots.drop(failed, batch.hung)
+        failed = batch.failed()
+        self._slots.drop(failed)
         of_all = f"{len(failed)} of {len(batch.episodes)} episodes failed"
-        if 2 * len(failed) > len(batch.episodes):
+        if batch.lost:
             raise EnvironmentFailure(
                 f"{of_all}, more than half of the batch. The first: {batch.first_failure}\n"
                 "  Mend the environment; step_timeout gives slow ones more time."
@@ -278,7 +294,3 @@ class SyncMultiTurnVecEnv:
             sum(batch.generation_seconds for batch in batches),
             sum(batch.environment_seconds for batch in batches),
         )
-
-
-def _episode_data(env: MultiTurnEnv) -> tuple[Any, str]:
-    return env.get_episode_data(), str(getattr(env, "transcript", ""))

@@ -106,6 +106,36 @@ def test_closing_the_generator_drops_what_has_not_begun() -> None:
     assert len(started) < 10
 
 
+def test_unfinished_calls_are_those_given_up_and_those_in_hand() -> None:
+    release, third = threading.Event(), threading.Event()
+
+    def last() -> None:
+        third.set()
+        release.wait()
+
+    unfinished: set[int] = set()
+    calls = [lambda: 1, release.wait, last, lambda: 3]
+    pool = CallPool(0.1, workers=1)
+    with closing(pool.as_completed(calls, unfinished=unfinished)) as outcomes:
+        assert [next(outcomes).index for _ in range(2)] == [0, 1]
+        assert third.wait(5)
+        assert unfinished == set()
+    assert unfinished == {1, 2}
+    release.set()
+    done: set[int] = set()
+    assert len(list(pool.as_completed([lambda: 1], unfinished=done))) == 1
+    assert done == set()
+
+
+def test_workers_and_seconds_of_a_run_of_its_own() -> None:
+    barrier, never = threading.Barrier(4), threading.Event()
+    pool = CallPool(5.0, workers=1)
+    assert all(o.error is None for o in pool.run([lambda: barrier.wait(5)] * 4, workers=4))
+    (outcome,) = pool.run([never.wait], seconds=0.05)
+    assert str(outcome.error) == "no result after 0.05 s"
+    never.set()
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [

@@ -328,7 +328,7 @@ def test_more_than_half_of_a_batch_failing_is_an_error() -> None:
 def test_failing_resets_and_factories_are_counted_too() -> None:
     with pytest.raises(EnvironmentFailure, match=r"2 of 3 episodes.*before its first turn"):
         vec_env(ResetFails).reset([8, 8, 1])
-    with pytest.raises(EnvironmentFailure, match=r"3 of 3.*unexpected keyword argument 'size'"):
+    with pytest.raises(EnvironmentFailure, match=r"2 of 3.*unexpected keyword argument 'size'"):
         vec_env(Game, env_config={"size": 3}).reset([1, 2, 3])
 
 
