@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from agilerl.llm.atomic_directory import holds_directory, lock_name, move_aside, unlock_name
 from agilerl.llm.checkpoint import ATTRIBUTES_FILE
@@ -32,6 +33,15 @@ class Elite:
         self.saved = False
         """Whether this run has saved its best agent there."""
         self._lock = _lock_for_a_run(self.path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For run checkpoints."""
+        return {"path": str(self.path.resolve()), "saved": self.saved}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on with the elite of a run; one that was saved elsewhere stays there."""
+        if state is not None and state["path"] == str(self.path.resolve()):
+            self.saved = bool(state["saved"])
 
     def __enter__(self) -> Self:
         return self

@@ -99,7 +99,6 @@ class TrainingLoop:
         """
         environments = environments_of(self.members)
         fitness = [member.agent.fitness[-1] for member in self.members if member.agent.fitness]
-        elite = self.elite
         return {
             "format": FORMAT,
             **self.facts,
@@ -108,7 +107,7 @@ class TrainingLoop:
             "wall_seconds": time.perf_counter() - self._started,
             "fitness": float(max(fitness)) if fitness else None,
             "best": None if self.best is None else vars(self.best),
-            "elite": None if elite is None else {"path": str(elite.path), "saved": elite.saved},
+            "elite": None if self.elite is None else self.elite.state_dict(),
             "agents": [
                 {
                     **member.state_dict(),
@@ -128,9 +127,8 @@ class TrainingLoop:
             member.load_state_dict(saved)
         self.iteration = state["iteration"]
         self.best = None if state["best"] is None else Best(**state["best"])
-        elite = state["elite"]
-        if self.elite is not None and elite is not None and str(self.elite.path) == elite["path"]:
-            self.elite.saved = elite["saved"]
+        if self.elite is not None:
+            self.elite.load_state_dict(state["elite"])
         self._unevaluated = state["unevaluated_rows"]
         self._resumed = self._learned = True
         self._started = time.perf_counter() - state["wall_seconds"]

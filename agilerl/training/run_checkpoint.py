@@ -167,6 +167,8 @@ def read_checkpoint(path: Path) -> RunCheckpoint:
             for i, agent in enumerate(state["agents"])
             for name in (_wrong_types(agent, _AGENT) if isinstance(agent, dict) else ("",))
         ]
+        if Path(state["run"]).name != state["run"]:  # it names a folder
+            wrong.append("run")
     if wrong:
         raise damaged(path, f"{file} is damaged: {', '.join(wrong)} missing or of a wrong type")
     if state["in_iteration"]:

@@ -10,6 +10,7 @@ from agilerl.llm_envs.base import TrainingOrder
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training import arguments
 from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
+from agilerl.training.env_maker import EnvMaker
 from agilerl.training.options import LoopOptions
 from agilerl.training.protocols import Agent, SingleTurnEnv
 from agilerl.training.run import run_training
@@ -267,20 +268,10 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     require_trackers(tensorboard=tensorboard, wb=wb)
     arguments.check_count("groups_per_iteration", groups_per_iteration)
     arguments.check_count("train_seeds", train_seeds)
-    arguments.check_env_factory(env_factory, env_config)
-
-    def make_env(**config: Any) -> MultiTurnEnv:
-        made = env_factory(**config)
-        arguments.fit_context(made, pop)
-        return made
-
-    # One is made at once, so that what is wrong with it shows before anything is written. To go on
-    # with a run all are: making them may draw from the random streams that are then restored.
     at_once = groups_per_iteration * max(agent.group_size for agent in pop) if resume_from else 1
-    waiting = [make_env(**(env_config or {})) for _ in range(at_once)]
-    name = type(getattr(waiting[0], "env", waiting[0])).__name__  # of what is in the wrapper
+    make_env = EnvMaker(env_factory, env_config, pop, at_once)
     env = SyncMultiTurnVecEnv(
-        lambda **config: waiting.pop() if waiting else make_env(**config),
+        make_env,
         batch_size=groups_per_iteration,
         group_size=pop[0].group_size,
         env_config=env_config,
@@ -297,9 +288,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
             MultiTurnCollector(env, TrainingOrder(train_seeds, groups_per_iteration, seed))
             for _ in pop
         ]
-        run_training(pop, collectors, options, name, total=max_steps)
+        run_training(pop, collectors, options, make_env.name, total=max_steps)
     finally:
         env.close()
-        for unused in waiting:
-            unused.close()
+        make_env.close()
     return pop

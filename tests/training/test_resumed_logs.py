@@ -72,6 +72,7 @@ def test_tensorboard_goes_on_with_the_same_steps(tmp_path: Path) -> None:
     assert [step for step, _ in scores] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_with_the_same_run(tmp_path: Path) -> None:
     code = """
 from pathlib import Path

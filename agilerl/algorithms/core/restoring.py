@@ -68,6 +68,7 @@ class SavedAgent:
         for name, value in (self.settings | self.history).items():
             setattr(agent, name, value)
         agent.rng.set_state(self.rng.get_state())
+        agent.engine.close()
         agent.engine = self.engine
         agent.health.bad_steps = self.bad_steps
         agent.health.last_checkpoint = str(self.path)
