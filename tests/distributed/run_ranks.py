@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
-from cases import CASES
-from settings import ARGUMENTS, cases_of
+from rank_cases import CASES
+from rank_settings import ARGUMENTS, cases_of
 
 from agilerl.utils.llm_utils import create_llm_accelerator
 

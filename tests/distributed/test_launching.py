@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run_ranks
+from rank_launcher import run_ranks
 
 from agilerl.utils.llm_utils import create_llm_accelerator
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import mutate, update_with
-from rollouts import COSINE, CREDIT, Data, data, make_agent, moments, weights
-from settings import settings_of
+from rank_cases import mutate, update_with
+from rank_rollouts import COSINE, CREDIT, Data, data, make_agent, moments, weights
+from rank_settings import settings_of
 
 from agilerl.algorithms import GRPO
 from agilerl.llm.batch import make_batch

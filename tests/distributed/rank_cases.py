@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from rollouts import (
+from rank_rollouts import (
     COSINE,
     CREDIT,
     PROMPTS_OF_RANK,
