@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import inspect
 import json
-import random
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from agilerl.llm_envs.base import checked_int, finite_number, shorten
 from agilerl.llm_envs.calls import CallOutcome, CallPool
 from agilerl.llm_envs.rewards import RewardFunction, RewardPool
-
-Task: TypeAlias = Mapping[str, Any]
-"""A question (text) and its ``answer``, which only the reward function sees."""
+from agilerl.llm_envs.tasks import Task, TaskPicker, Tasks
 
 # The closing tag may be missing: generation stops there, or the model was cut off.
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -43,10 +41,16 @@ class ToolEnv:
     made in their order and answered together. What goes wrong with a call (an unknown tool, broken
     JSON, an exception, a time-out) comes back as an ``error: ...`` that the model can react to.
 
+    What a model says while it reasons is not looked at: a call there is not made, and the reward
+    function does not see it. A reply whose reasoning has no end is an answer without text.
+
+    The vector environment gives up a step after its ``step_timeout``, 60 s by default. A step here
+    takes ``tool_timeout`` or ``reward_timeout`` at most, never both: keep them below it, so that a
+    slow tool is told to the model instead of costing the episode.
+
     Args:
         tasks: Dicts with ``question`` and ``answer``; a seed picks task ``seed % len(tasks)``. Or a
-            function from the seed (None: any) to such a dict, which can keep evaluation apart:
-            evaluation seeds are those from ``EVALUATION_SEED_START`` on.
+            function from the seed (None: any) to such a dict.
         tools: Functions by name, plain or async, called with keyword arguments. Their signatures
             and the first paragraphs of their docstrings are shown to the model. They run in
             threads, those of different episodes at the same time, and async ones on an event loop
@@ -54,12 +58,19 @@ class ToolEnv:
         reward_fn: ``reward_fn(completion, answer, question)`` scores the reply without a call.
         max_calls: Calls per episode that are made, at most; None: no limit but the turns.
         call_cost: Taken from the reward for every call in a reply, made or not.
-        tool_timeout: Seconds that one call may take.
+        tool_timeout: Seconds that the calls of one reply may take, all together.
         max_result_characters: Longer results are cut, with a note.
         instructions: Text before the question; None: how to call, and the tools.
         reward_timeout: Seconds that ``reward_fn`` may take.
         failure_reward: Reward of a reply for which ``reward_fn`` raises or runs out of time; None
             raises ``RewardError``.
+        test_tasks: As ``tasks``, for evaluation: the seeds from ``EVALUATION_SEED_START`` on. None:
+            ``tasks`` are evaluated on too, which a function can keep apart by the seed.
+        reasoning_end: What ends the reasoning; what counts follows the last of them. None: replies
+            have no reasoning.
+        reasoning_start: What begins it; without it and ``reasoning_end`` a reply is no reasoning.
+            None: the prompt has begun it, as some chat templates do, and a reply without
+            ``reasoning_end`` is nothing else.
 
     Raises:
         TypeError: An argument of the wrong type; a tool that keyword arguments cannot call.
@@ -68,21 +79,24 @@ class ToolEnv:
 
     def __init__(  # noqa: PLR0913 - options that belong together
         self,
-        tasks: Sequence[Task] | Callable[[int | None], Task],
+        tasks: Tasks,
         tools: Mapping[str, Callable[..., Any]],
         reward_fn: RewardFunction,
         *,
         max_calls: int | None = None,
         call_cost: float = 0.0,
-        tool_timeout: float = 10.0,
+        tool_timeout: float = 30.0,
         max_result_characters: int = 2000,
         instructions: str | None = None,
-        reward_timeout: float = 60.0,
+        reward_timeout: float = 30.0,
         failure_reward: float | None = None,
+        test_tasks: Tasks | None = None,
+        reasoning_end: str | None = "</think>",
+        reasoning_start: str | None = "<think>",
     ) -> None:
-        self._tasks = tasks if callable(tasks) else [_checked_task(task) for task in tasks]
-        if self._tasks == []:
-            raise ValueError("tasks is empty; pass at least one dict with question and answer")
+        self._tasks = TaskPicker(tasks, test_tasks)
+        self.reasoning_end = _checked_tag("reasoning_end", reasoning_end)
+        self.reasoning_start = _checked_tag("reasoning_start", reasoning_start)
         self.tools = _checked_tools(tools)
         self.max_calls = None if max_calls is None else checked_int("max_calls", max_calls, least=0)
         self.call_cost = finite_number("call_cost is", call_cost, "pass a number such as 0.01")
@@ -104,7 +118,7 @@ class ToolEnv:
             TypeError: ``tasks`` returned no task.
             ValueError: The task has no question or no answer.
         """
-        self._task, self.calls_made = self._pick(seed), 0
+        self._task, self.calls_made = self._tasks.pick(seed), 0
         question: str = self._task["question"]
         return f"{self.instructions}\n\n{question}" if self.instructions else question, {}
 
@@ -124,11 +138,12 @@ class ToolEnv:
         """
         if self._task is None:
             raise RuntimeError("no episode is running; call reset() first")
-        requests = _CALL.findall(action)
+        said = self._said(action)
+        requests = _CALL.findall(said)
         if requests:
             return self._answer(requests), 0.0 - self.call_cost * len(requests), False, False, {}
         task, self._task = self._task, None
-        (reward,) = self._rewards.score([action], [task["answer"]], [task["question"]])
+        (reward,) = self._rewards.score([said], [task["answer"]], [task["question"]])
         return "", reward, True, False, {}
 
     def close(self) -> None:
@@ -136,35 +151,50 @@ class ToolEnv:
         self._calls.close()
         self._rewards.close()
 
-    def _pick(self, seed: int | None) -> Task:
-        if callable(self._tasks):
-            return _checked_task(self._tasks(seed))
-        if seed is None:
-            return random.choice(self._tasks)
-        return self._tasks[seed % len(self._tasks)]
+    def _said(self, action: str) -> str:
+        """A reply without its reasoning."""
+        if self.reasoning_end is None:
+            return action
+        _, end, said = action.rpartition(self.reasoning_end)
+        begun = not end if self.reasoning_start is None else self.reasoning_start in said
+        return "" if begun else said
 
     def _answer(self, requests: list[str]) -> str:
         """The responses to all calls of a reply."""
-        outcomes = [self._make(request) for request in requests]
+        deadline = time.monotonic() + self._calls.timeout
+        outcomes = [self._make(request, deadline - time.monotonic()) for request in requests]
         texts = [_told(outcome) for outcome in outcomes]
         return "\n".join(f"<tool_response>\n{self._cut(t)}\n</tool_response>" for t in texts)
 
-    def _make(self, request: str) -> CallOutcome:
+    def _make(self, request: str, seconds: float) -> CallOutcome:
         """Make one call, if it can be made."""
         if self.max_calls is not None and self.calls_made >= self.max_calls:
             return _refused(f"all {self.max_calls} calls are used; answer now")
+        call = self._read(request)
+        if isinstance(call, str):
+            return _refused(call)
+        if seconds <= 0:
+            return _refused("not made, the calls before it took all the time there is")
+        self.calls_made += 1
+        (outcome,) = self._calls.run([call], seconds=seconds)
+        if outcome.timed_out:
+            return _refused(
+                f"no result, the calls of a reply have {self._calls.timeout:g} s in all"
+            )
+        return outcome
+
+    def _read(self, request: str) -> Callable[[], Any] | str:
+        """The call that a request stands for, or why it stands for none."""
         try:
             call = json.loads(request)
         except (ValueError, RecursionError) as error:
-            return _refused(f"not valid JSON: {error}")
+            return f"not valid JSON: {error}"
         if not isinstance(call, dict) or not isinstance(call.get("arguments", {}), dict):
-            return _refused('a call is {"name": ..., "arguments": {...}}')
+            return 'a call is {"name": ..., "arguments": {...}}'
         name = call.get("name")
         if not isinstance(name, str) or name not in self.tools:
-            return _refused(f"no tool {name!r}; the tools are {', '.join(self.tools)}")
-        self.calls_made += 1
-        called = partial(_as_text, self.tools[name], call.get("arguments", {}))
-        return self._calls.run([called])[0]
+            return f"no tool {name!r}; the tools are {', '.join(self.tools)}"
+        return partial(_as_text, self.tools[name], call.get("arguments", {}))
 
     def _cut(self, text: str) -> str:
         if len(text) <= self.max_result_characters:
@@ -212,18 +242,12 @@ def _signature(tool: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _checked_task(task: Any) -> Task:
-    if not isinstance(task, Mapping):
-        raise TypeError(f"a task must be a dict with question and answer, got {shorten(task)}")
-    missing = [key for key in ("question", "answer") if key not in task]
-    if missing:
-        raise ValueError(
-            f"the task {shorten(dict(task))} has no {' and no '.join(missing)}; a task is a dict "
-            "with both"
-        )
-    if not isinstance(task["question"], str):
-        raise TypeError(f"a task's question must be text, got {shorten(task['question'])}")
-    return task
+def _checked_tag(name: str, tag: Any) -> str | None:
+    if tag is not None and not isinstance(tag, str):
+        raise TypeError(f"{name} must be text or None, got {shorten(tag)}")
+    if tag == "":
+        raise ValueError(f"{name} is empty; pass a tag such as '</think>', or None")
+    return tag
 
 
 def _checked_tools(tools: Any) -> dict[str, Callable[..., Any]]:

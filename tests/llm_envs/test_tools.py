@@ -1,20 +1,26 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import logging
 import math
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from agilerl.llm_envs import (
+    EVALUATION_SEED_START,
     RewardError,
     SyncMultiTurnVecEnv,
     TokenObservationWrapper,
     ToolEnv,
     calculator,
+    tasks,
 )
 from agilerl.testing import byte_tokenizer
 from agilerl.typing import ActionResult, ReasoningPrompts
@@ -93,10 +99,106 @@ def test_a_seed_picks_the_task() -> None:
         "2 + 3?",
         "{6} * 7?",
     ]
+    assert tool_env(tasks=iter(TASKS), instructions="").reset(seed=1)[0] == "{6} * 7?"
     assert env.reset()[0] in ("2 + 3?", "{6} * 7?")
     made = tool_env(tasks=lambda seed: {"question": f"{seed} + 1?", "answer": str(seed + 1)})
     assert made.reset(seed=4)[0].endswith("4 + 1?")
     assert made.step("5")[1] == 1.0
+
+
+@pytest.fixture
+def said_nothing_yet() -> Iterator[None]:
+    tasks._say_that_evaluation_is_on_training_tasks.cache_clear()
+    yield
+    tasks._say_that_evaluation_is_on_training_tasks.cache_clear()
+
+
+def asked(env: ToolEnv, seeds: range) -> list[str]:
+    return [env.reset(seed=seed)[0] for seed in seeds]
+
+
+TRAINING, EVALUATION = range(3), range(EVALUATION_SEED_START, EVALUATION_SEED_START + 3)
+
+
+@pytest.mark.usefixtures("said_nothing_yet")
+def test_evaluation_has_tasks_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    kept_apart = [{"question": "9 - 1?", "answer": "8"}, {"question": "1 + 1?", "answer": "2"}]
+    env = tool_env(instructions="", test_tasks=kept_apart)
+    assert asked(env, TRAINING) == ["2 + 3?", "{6} * 7?", "2 + 3?"]
+    assert asked(env, EVALUATION) == ["9 - 1?", "1 + 1?", "9 - 1?"]
+    assert env.step("8")[1] == 1.0
+    made = tool_env(
+        instructions="", test_tasks=lambda seed: {"question": f"{seed}?", "answer": "1"}
+    )
+    assert asked(made, EVALUATION)[1] == f"{EVALUATION_SEED_START + 1}?"
+    assert asked(made, TRAINING)[1] == "{6} * 7?"
+    by_seed = tool_env(tasks=lambda seed: {"question": f"{seed}?", "answer": "1"})
+    assert asked(by_seed, EVALUATION)[0].endswith(f"{EVALUATION_SEED_START}?")
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("said_nothing_yet")
+def test_evaluation_on_the_training_tasks_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    envs = [tool_env(), tool_env()]
+    for env in envs:
+        asked(env, TRAINING)
+    assert not caplog.records
+    for env in envs:
+        asked(env, EVALUATION)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "pass test_tasks=" in record.message
+
+
+NOTE = call("note", number=1)
+
+
+@pytest.mark.parametrize(
+    ("reply", "kwargs", "scored"),
+    [
+        (f"<think>I could {NOTE} but no.</think>It is 5", {}, "It is 5"),
+        (f"<think>a</think>{NOTE}<think>b</think>5", {}, "5"),
+        (f"no start {NOTE}</think> 5", {}, " 5"),
+        (f"<think>It never ends {NOTE}", {}, ""),
+        (f"<think>a</think>5 <think>again {NOTE}", {}, ""),
+        (f"[think]{NOTE}[/think]5", {"reasoning_end": "[/think]"}, "5"),
+        (f"the prompt began it {NOTE}", {"reasoning_start": None}, ""),
+        (f"the prompt began it {NOTE}</think>5", {"reasoning_start": None}, "5"),
+        ("5", {}, "5"),
+        ("<think>a</think>5", {"reasoning_end": None}, "<think>a</think>5"),
+    ],
+)
+def test_what_is_said_while_reasoning_is_not_looked_at(
+    reply: str, kwargs: dict[str, Any], scored: str
+) -> None:
+    noted: list[int] = []
+    seen: list[str] = []
+
+    def reward_fn(completion: str, answer: Any, question: str) -> float:
+        seen.append(completion)
+        return 1.0
+
+    def note(number: int) -> None:
+        noted.append(number)
+
+    env = tool_env(tools={"note": note}, reward_fn=reward_fn, call_cost=0.5, **kwargs)
+    env.reset(seed=0)
+    assert env.step(reply) == ("", 1.0, True, False, {})
+    assert (noted, seen, env.calls_made) == ([], [scored], 0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "kwargs"),
+    [
+        (f"<think>so</think>{NOTE}", {}),
+        (NOTE, {}),
+        (f"<think>{NOTE}", {"reasoning_end": None}),
+        (f"so</think>{NOTE}", {"reasoning_start": None}),
+    ],
+)
+def test_calls_behind_the_reasoning_are_made(reply: str, kwargs: dict[str, Any]) -> None:
+    env = tool_env(tools={"note": lambda number: number}, **kwargs)
+    assert respond(env, reply) == "1"
 
 
 def test_several_calls_in_one_reply_are_made_in_order() -> None:
@@ -142,9 +244,32 @@ def test_a_tool_that_hangs_or_exits() -> None:
         raise SystemExit(3)
 
     env = tool_env(tools={"wait": release.wait, "leave": leave}, tool_timeout=0.1)
-    assert respond(env, call("wait")) == "error: TimeoutError: no result after tool_timeout=0.1 s"
+    assert respond(env, call("wait")) == (
+        "error: no result, the calls of a reply have 0.1 s in all"
+    )
     assert respond(env, call("leave")) == "error: SystemExit: 3"
     release.set()
+
+
+def test_the_calls_of_a_reply_share_their_time() -> None:
+    release = threading.Event()
+    env = tool_env(tools={"wait": release.wait}, tool_timeout=0.2)
+    env.reset(seed=0)
+    start = time.perf_counter()
+    observation, *_ = env.step(call("wait") * 5)
+    assert time.perf_counter() - start < 0.2 * 4
+    release.set()
+    answers = observation.split("\n")[1::3]
+    assert answers[0].startswith("error: no result")
+    assert set(answers[1:]) == {"error: not made, the calls before it took all the time there is"}
+    assert env.calls_made == 1
+
+
+def test_time_limits_are_below_that_of_the_vector_environment() -> None:
+    """Else a hung tool would end the episode instead of being told to the model."""
+    limits = inspect.signature(ToolEnv).parameters
+    outer = inspect.signature(SyncMultiTurnVecEnv).parameters["step_timeout"].default
+    assert max(limits[name].default for name in ("tool_timeout", "reward_timeout")) < outer
 
 
 def test_results_of_any_kind() -> None:
@@ -223,6 +348,12 @@ def test_a_failing_reward_function() -> None:
     ("kwargs", "error", "match"),
     [
         ({"tasks": []}, ValueError, "tasks is empty"),
+        ({"tasks": "ab"}, TypeError, "tasks must be a list of dicts or a function, got 'ab'"),
+        ({"tasks": 3}, TypeError, "tasks must be a list of dicts or a function, got 3"),
+        ({"test_tasks": []}, ValueError, "test_tasks is empty"),
+        ({"test_tasks": [{}]}, ValueError, "has no question and no answer"),
+        ({"reasoning_end": ""}, ValueError, "reasoning_end is empty"),
+        ({"reasoning_start": 1}, TypeError, "reasoning_start must be text or None, got 1"),
         ({"tasks": ["x"]}, TypeError, "a task must be a dict.* got 'x'"),
         ({"tasks": [{"question": "x"}]}, ValueError, "has no answer"),
         ({"tasks": [{"question": 1, "answer": 1}]}, TypeError, "question must be text, got 1"),
