@@ -116,6 +116,11 @@ class ReasoningGym:
         return len(self._train)
 
     @property
+    def num_processes(self) -> int:
+        """Processes that share the rows."""
+        return self._order.num_processes
+
+    @property
     def num_epochs(self) -> int:
         """Completed passes over the training rows."""
         return self._order.epoch

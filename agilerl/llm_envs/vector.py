@@ -58,7 +58,9 @@ class SyncMultiTurnVecEnv:
             order: what draws from the global ``random`` while stepping is then reproducible.
         step_timeout: Seconds that making, resetting or stepping one environment may take.
         error_reward: Reward of the turn in which an environment failed.
-        evaluation_episodes: Episodes per :meth:`evaluate`.
+        evaluation_episodes: Episodes per :meth:`evaluate`, over all processes.
+        process_index: Which share of them this process plays.
+        num_processes: Number of shares.
         reset_workers: Environments that reset at the same time. Many seed and draw from the global
             ``random``, and two at once would mix; raise it for slow ones that do not.
 
@@ -79,13 +81,19 @@ class SyncMultiTurnVecEnv:
         step_timeout: float = 60.0,
         error_reward: float = 0.0,
         evaluation_episodes: int = 64,
+        process_index: int = 0,
+        num_processes: int = 1,
         reset_workers: int = 1,
     ) -> None:
         self.batch_size = checked_int("batch_size", batch_size)
         self.group_size = checked_int("group_size", group_size)
         self.max_turns = None if max_turns is None else checked_int("max_turns", max_turns)
         self.error_reward = finite_number("error_reward is", error_reward, "pass a finite number")
-        self.evaluation_episodes = checked_int("evaluation_episodes", evaluation_episodes)
+        self.evaluation_episodes = checked_int(
+            "evaluation_episodes", evaluation_episodes, least=num_processes
+        )
+        last = EVALUATION_SEED_START + self.evaluation_episodes
+        self._evaluation_seeds = range(EVALUATION_SEED_START + process_index, last, num_processes)
         self._reset_workers = checked_int("reset_workers", reset_workers)
         calls = CallPool(
             step_timeout,
@@ -194,12 +202,12 @@ class SyncMultiTurnVecEnv:
         Args:
             act: As for :meth:`play`. A training batch under way is dropped.
         """
-        first, count = EVALUATION_SEED_START, self.evaluation_episodes
-        parts = math.ceil(count / (self.batch_size * self.group_size))
+        seeds = self._evaluation_seeds
+        parts = math.ceil(len(seeds) / (self.batch_size * self.group_size))
         # Batches of equal size: in one of few episodes, few failures would be more than half.
-        ends = [first + count * part // parts for part in range(parts + 1)]
+        ends = [len(seeds) * part // parts for part in range(parts + 1)]
         batches = [
-            self._finish(act, self._begin(range(start, end))) for start, end in pairwise(ends)
+            self._finish(act, self._begin(seeds[start:end])) for start, end in pairwise(ends)
         ]
         self._batch = None
         return self._stack(batches)

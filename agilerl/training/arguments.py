@@ -9,6 +9,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agilerl.algorithms.core.accelerators import check_accelerator
+from agilerl.llm.engine.ranks import Ranks, ranks_of
+
 if TYPE_CHECKING:
     from agilerl.training.protocols import Agent, SingleTurnEnv
 
@@ -171,6 +174,51 @@ def fit_context(env: Any, agents: Sequence[Agent]) -> None:
             )
 
 
+def training_ranks(accelerator: Any, agents: Sequence[Agent]) -> Ranks:
+    """The processes that train together: the accelerator's, which has to be that of the agents.
+
+    Raises:
+        TypeError: If it is no accelerator.
+        ValueError: If agents and training function have different accelerators.
+    """
+    check_accelerator("accelerator", accelerator)
+    of_agents = [getattr(agent, "accelerator", None) for agent in agents]
+    if any(own is not (accelerator or of_agents[0]) for own in of_agents):
+        raise ValueError(
+            "accelerator is not the one that the agents were built with: pass the same object to "
+            "the agents, the environment and the training function."
+        )
+    return ranks_of(accelerator or of_agents[0])
+
+
+def check_shares(envs: Sequence[Any], ranks: Ranks) -> None:
+    """Check that environments hand out this process's share of the data.
+
+    Raises:
+        ValueError: If one was built without the accelerator: every process would train on the same.
+    """
+    for env in envs:
+        if getattr(env, "num_processes", ranks.count) != ranks.count:
+            raise ValueError(
+                f"{env.name} deals its rows out to {env.num_processes} processes, but "
+                f"{ranks.count} train together: pass the accelerator to the environment too."
+            )
+
+
+def share_of(name: str, count: int, ranks: Ranks) -> int:
+    """One process's share of a number that counts over all of them.
+
+    Raises:
+        ValueError: If it does not divide.
+    """
+    if count % ranks.count:
+        raise ValueError(
+            f"{name}={count} counts over all {ranks.count} processes, so it must be a multiple of "
+            f"{ranks.count}."
+        )
+    return count // ranks.count
+
+
 def check_selection(tournament: Any, mutation: Any, evo_steps: int | None) -> None:
     """Check the three arguments of evolution, which only work together.
 
@@ -191,17 +239,6 @@ def check_selection(tournament: Any, mutation: Any, evo_steps: int | None) -> No
             "tournament, mutation and evo_steps are not supported yet: leave all three out, the "
             "agents of pop are then trained side by side."
         )
-
-
-def refuse_unsupported(**arguments: Any) -> None:
-    """Refuse arguments whose machinery does not exist yet.
-
-    Raises:
-        NotImplementedError: Naming the first argument that is not None.
-    """
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not supported yet: leave it at None.")
 
 
 def check_count(name: str, value: Any) -> None:

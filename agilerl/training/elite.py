@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from agilerl.llm.atomic_directory import holds_directory, lock_name, move_aside, unlock_name
 from agilerl.llm.checkpoint import ATTRIBUTES_FILE
+from agilerl.llm.engine.ranks import Ranks
 from agilerl.training.protocols import Agent
 
 logger = logging.getLogger(__name__)
@@ -23,15 +24,21 @@ class Elite:
 
     Args:
         path: Directory of the checkpoint.
+        ranks: The processes of the run, which must all call every method; rank 0 writes.
 
     Raises:
         RuntimeError: If it belongs to a living run, in whatever process.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, ranks: Ranks | None = None) -> None:
         self.path = Path(path)
+        self._ranks = Ranks() if ranks is None else ranks
         self.saved = False
         """Whether this run has saved its best agent there."""
+        self._lock: int | None = None
+        self._ranks.first(self._take)
+
+    def _take(self) -> None:
         self._lock = _lock_for_a_run(self.path)
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,18 +68,24 @@ class Elite:
         Raises:
             FileExistsError: If ``path`` holds something that is not a checkpoint.
         """
-        if not self.saved and holds_directory(self.path, ATTRIBUTES_FILE):
-            if not trained:
-                logger.warning(
-                    "%s holds the elite of an earlier run: it stays there until an evaluation of "
-                    "this run is better than the one before training",
-                    self.path,
-                )
-                return
-            moved = move_aside(self.path, ATTRIBUTES_FILE)
-            logger.warning("The elite of an earlier run was moved from %s to %s", self.path, moved)
-        agent.save_checkpoint(self.path)
-        self.saved = True
+        if self.saved or self._ranks.first(lambda: self._make_room(trained)):
+            agent.save_checkpoint(self.path)
+            self.saved = True
+
+    def _make_room(self, trained: bool) -> bool:
+        """Move an earlier run's elite out of the way; False: it stays, and nothing is saved."""
+        if not holds_directory(self.path, ATTRIBUTES_FILE):
+            return True
+        if not trained:
+            logger.warning(
+                "%s holds the elite of an earlier run: it stays there until an evaluation of this "
+                "run is better than the one before training",
+                self.path,
+            )
+            return False
+        moved = move_aside(self.path, ATTRIBUTES_FILE)
+        logger.warning("The elite of an earlier run was moved from %s to %s", self.path, moved)
+        return True
 
 
 def _lock_for_a_run(path: Path) -> int | None:

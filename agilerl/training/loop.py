@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from agilerl.llm.engine.ranks import Ranks
 from agilerl.training.elite import Elite
 from agilerl.training.interrupts import GracefulStop
 from agilerl.training.members import Best, Member, environments_of
+from agilerl.training.merging import merged
 from agilerl.training.options import LoopOptions
 from agilerl.training.protocols import Agent, Collector, Experience, Row
 from agilerl.training.random_streams import random_streams, set_random_streams
@@ -44,6 +46,8 @@ class TrainingLoop:
         log: Where rows and samples go.
         elite: Where the best agent goes, if anywhere.
         facts: Names of the run and its environment, for checkpoints.
+        ranks: The processes that train together; each runs this loop on its own part of the data,
+            and all take every decision alike.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class TrainingLoop:
         log: RunLog,
         elite: Elite | None = None,
         facts: Mapping[str, str] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = Ranks() if ranks is None else ranks
         self.options, self.directory, self.log = options, directory, log
         self.elite, self.facts = elite, dict(facts or {})
         self.members = [
@@ -79,13 +85,14 @@ class TrainingLoop:
         with GracefulStop() as stop:
             try:
                 self._begin()
-                while not self._finished() and stop.requested is None:
+                while not self._finished() and self._stop_requested(stop) is None:
                     self._run_iteration(stop)
             except Exception as error:
                 self._rescue(error)
                 raise
-            if stop.requested is not None:
-                self._save_after_stop(stop.requested)
+            signal_name = self._stop_requested(stop)
+            if signal_name is not None:
+                self._save_after_stop(signal_name)
             # After the save: a run that goes on from there must not find this entry.
             for member in self.members:
                 if member.agent.steps[-1:] != [member.steps]:
@@ -99,6 +106,7 @@ class TrainingLoop:
         """
         environments = environments_of(self.members)
         fitness = [member.agent.fitness[-1] for member in self.members if member.agent.fitness]
+        streams = self.ranks.gather(random_streams())
         return {
             "format": FORMAT,
             **self.facts,
@@ -118,7 +126,8 @@ class TrainingLoop:
             "environments": [collector.state_dict() for collector in environments],
             "unevaluated_rows": self._unevaluated,
             "log": self.log.state_dict(),
-            "random": random_streams(),
+            "random": streams[0],
+            "random_of_other_ranks": streams[1:],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,7 +141,9 @@ class TrainingLoop:
         self._unevaluated = state["unevaluated_rows"]
         self._resumed = self._learned = True
         self._started = time.perf_counter() - state["wall_seconds"]
-        set_random_streams(state["random"])
+        streams = [state["random"], *state.get("random_of_other_ranks", [])]
+        # Of another number of processes: all alike, which only concerns environments.
+        set_random_streams(streams[self.ranks.rank % len(streams)])
 
     def _begin(self) -> None:
         """Evaluate before the first iteration; or what a stop kept the interrupted run from."""
@@ -151,7 +162,7 @@ class TrainingLoop:
                 rows.append(self._train(member))
             due = self.iteration % self.options.evaluation_interval == 0 or self._finished()
             # A stop must not wait for an evaluation, which may take longer than the grace period.
-            if due and stop.requested is not None:
+            if due and self._stop_requested(stop) is not None:
                 self._unevaluated = rows
             elif due:
                 self._evaluate(rows)
@@ -164,7 +175,7 @@ class TrainingLoop:
     def _train(self, member: Member) -> Row:
         agent = member.agent
         agent.set_reference_policy(member.collector.num_epochs)
-        experience = member.collector.collect(agent)
+        experience = merged(member.collector.collect(agent), self.ranks)
         started = time.perf_counter()
         # From here on there may be something to save, also when this very call fails.
         self._learned = True
@@ -219,13 +230,19 @@ class TrainingLoop:
         """Whether time is up, or an agent at ``max_steps``, or a collector at ``num_epochs``."""
         steps, epochs = self.options.max_steps, self.options.num_epochs
         seconds = self.options.max_wall_seconds
-        if seconds is not None and time.perf_counter() - self._started >= seconds:
-            return True
+        if seconds is not None:
+            elapsed = self.ranks.gather(time.perf_counter() - self._started)[0]
+            if elapsed >= seconds:
+                return True
         return any(
             (steps is not None and member.consumed >= steps)
             or (epochs is not None and member.epochs >= epochs)
             for member in self.members
         )
+
+    def _stop_requested(self, stop: GracefulStop) -> str | None:
+        """The signal that asked any of the processes to stop."""
+        return next(filter(None, self.ranks.gather(stop.requested)), None)
 
     def _watch_variance(self, member: Member, experience: Experience) -> None:
         if has_reward_variance(experience.rewards):
@@ -279,6 +296,14 @@ class TrainingLoop:
         """Save what was trained before ``error`` goes on, and tell it where."""
         if not self._learned:
             error.add_note(f"Nothing was trained yet. Logs are in {self.directory.path}")
+            return
+        if self.ranks.count > 1:
+            # The others may be anywhere, and saving takes all of them.
+            error.add_note(
+                f"Process {self.ranks.rank} of {self.ranks.count} failed in iteration "
+                f"{self.iteration}. The newest checkpoint: "
+                f"{self.directory.newest_checkpoint() or 'none'}"
+            )
             return
         name = f"crashed_in_{checkpoint_name(self.iteration)}"
         try:

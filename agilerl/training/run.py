@@ -15,15 +15,16 @@ from typing import Any
 import torch
 
 import agilerl
+from agilerl.llm.engine.ranks import Ranks
 from agilerl.training.elite import Elite, check_elite_outside
 from agilerl.training.log_files import take_over_logs
 from agilerl.training.loop import TrainingLoop
 from agilerl.training.options import LoopOptions
 from agilerl.training.protocols import Agent, Collector
 from agilerl.training.resume import read_resume
-from agilerl.training.run_checkpoint import RunCheckpoint
+from agilerl.training.run_checkpoint import RunCheckpoint, find_checkpoint
 from agilerl.training.run_directory import RunDirectory, lies_in, run_name
-from agilerl.training.run_logging import RunLog
+from agilerl.training.run_logging import NoLog, RunLog
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ def run_training(
     options: LoopOptions,
     env_name: str,
     total: int | None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Train agents in a run directory of their own, or go on with a run in its.
 
@@ -43,32 +45,41 @@ def run_training(
         options: Checked options.
         env_name: Names the run.
         total: Steps per agent of the whole run, for the progress bar; None when unknown.
+        ranks: The processes that train together; rank 0 writes.
     """
+    ranks = Ranks() if ranks is None else ranks
     resume = None
     if options.resume_from is not None:
-        resume = read_resume(options.resume_from, agents, collectors, env_name)
+        resume_from = options.resume_from
+        path = ranks.first(lambda: find_checkpoint(resume_from))
+        resume = read_resume(path, agents, collectors, env_name)
     checkpoint = None if resume is None else resume.checkpoint
-    name = run_name(agents, env_name)
+    name = ranks.first(lambda: run_name(agents, env_name))
     if checkpoint is not None and lies_in(checkpoint.path, options.checkpoint_path):
         name = checkpoint.state["run"]
     check_elite_outside(options.elite_path, Path(options.checkpoint_path or Path("runs") / name))
     with ExitStack() as stack:
         elite = None
         if options.elite_path is not None:  # the options have checked that save_elite is set
-            elite = stack.enter_context(Elite(options.elite_path))
-        directory = stack.enter_context(RunDirectory(name, options.checkpoint_path, checkpoint))
+            elite = stack.enter_context(Elite(options.elite_path, ranks))
+        directory = stack.enter_context(
+            RunDirectory(name, options.checkpoint_path, checkpoint, ranks)
+        )
         config = _config(agents, options, name, env_name)
         if checkpoint is not None:
             config["resumed"] = _resumptions(checkpoint)
-            take_over_logs(checkpoint.path.parent, directory.path, checkpoint.state)
+            source, saved = checkpoint.path.parent, checkpoint.state
+            ranks.first(lambda: take_over_logs(source, directory.path, saved))
         directory.write_config(config)
         state = None if resume is None else resume.state
-        log = RunLog(directory.path, name, options, config, total, state)
+        log: RunLog = NoLog()
+        if ranks.rank == 0:
+            log = RunLog(directory.path, name, options, config, total, state)
         failed = True
         try:
             _say_where(log, directory, options, checkpoint)
             facts = {"run": name, "environment": env_name}
-            loop = TrainingLoop(agents, collectors, options, directory, log, elite, facts)
+            loop = TrainingLoop(agents, collectors, options, directory, log, elite, facts, ranks)
             if resume is not None:
                 resume.restore()
                 loop.load_state_dict(resume.state)

@@ -17,6 +17,7 @@ from agilerl.llm.atomic_directory import (
     sync_tree,
     unlock_directory,
 )
+from agilerl.llm.engine.ranks import Ranks
 from agilerl.training.protocols import Agent
 from agilerl.training.run_checkpoint import (
     PARTIAL,
@@ -50,26 +51,37 @@ class RunDirectory:
             ``earlier_run_1`` (2, 3, ...) inside it, never overwritten.
         resumed: The checkpoint from which a run goes on. If it lies in ``path``, what the run left
             there stays, but for checkpoints of later iterations, which are moved likewise.
+        ranks: The processes of the run, which must all call every method; rank 0 writes.
 
     Raises:
         RuntimeError: If a living run, in whatever process, writes to ``path``.
     """
 
     def __init__(
-        self, name: str, path: str | Path | None = None, resumed: RunCheckpoint | None = None
+        self,
+        name: str,
+        path: str | Path | None = None,
+        resumed: RunCheckpoint | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.name = name
-        self.path = _make_unused(Path("runs") / name) if path is None else Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock_for_a_run(self.path)
+        self._ranks = Ranks() if ranks is None else ranks
+        self._lock: int | None = None
+        self.path = self._ranks.first(lambda: self._take(path, resumed))
+
+    def _take(self, path: str | Path | None, resumed: RunCheckpoint | None) -> Path:
+        taken = _make_unused(Path("runs") / self.name) if path is None else Path(path)
+        taken.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock_for_a_run(taken)
         try:
             if resumed is not None and lies_in(resumed.path, path):
-                _move_later_checkpoints(self.path, resumed.iteration)
+                _move_later_checkpoints(taken, resumed.iteration)
             else:
-                _move_earlier_run(self.path)
+                _move_earlier_run(taken)
         except BaseException:
             self.close()
             raise
+        return taken
 
     def __enter__(self) -> Self:
         return self
@@ -85,9 +97,10 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.json``; values that JSON does not know are written as their text."""
-        partial = self.path / "config.json.partial"
-        _write_json(partial, config)
-        partial.replace(self.path / "config.json")
+        if self._ranks.rank == 0:
+            partial = self.path / "config.json.partial"
+            _write_json(partial, config)
+            partial.replace(self.path / "config.json")
 
     def newest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint, None if there is none."""
@@ -105,31 +118,42 @@ class RunDirectory:
             The checkpoint's folder.
         """
         target = self.path / name
-        if target.exists():
-            return target
         partial = self.path / f"{name}{PARTIAL}"
-        shutil.rmtree(partial, ignore_errors=True)
+        if self._ranks.first(target.exists):
+            return target
         saved_before = [agent.last_checkpoint for agent in agents]
-        try:
+
+        def make_room() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            for agent in agents:
-                agent.save_checkpoint(partial / f"agent_{agent.index}")
+
+        def complete() -> None:
             _write_json(partial / STATE_FILE, run_state)
             write_sums(partial)
             sync_tree(partial)
             partial.rename(target)
+
+        try:
+            self._ranks.first(make_room)
+            for agent in agents:
+                agent.save_checkpoint(partial / f"agent_{agent.index}")
+            self._ranks.first(complete)
         except BaseException:
             for agent, before in zip(agents, saved_before, strict=True):
                 agent.last_checkpoint = before
-            shutil.rmtree(partial, ignore_errors=True)
+            if self._ranks.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
             raise
         for agent in agents:  # what the agent noted is the name before the rename
             agent.last_checkpoint = str(target / f"agent_{agent.index}")
-        sync_directory(self.path)
+        if self._ranks.rank == 0:
+            sync_directory(self.path)
         return target
 
     def prune(self, keep: int) -> None:
         """Remove old checkpoints, see :func:`prune_checkpoints`; failing to is only logged."""
+        if self._ranks.rank > 0:
+            return
         try:
             prune_checkpoints(self.path, keep)
         except OSError as error:

@@ -183,6 +183,32 @@ class RunLog:
             self._failing = False
 
 
+class NoLog(RunLog):
+    """What the processes other than rank 0 write: nothing."""
+
+    def __init__(self) -> None:
+        self._bar = ProgressBar(None, enabled=False)
+
+    def write_rows(self, rows: Sequence[Row], consumed: int) -> None:
+        """Nothing."""
+
+    def write_samples(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing; rank 0 knows."""
+        return {}
+
+    def say(self, message: str) -> None:
+        """Nothing; rank 0 says it."""
+
+    def close(self, failed: bool = False) -> None:
+        """Nothing."""
+
+
 def _mean(rows: Sequence[Row], name: str, default: float | None = None) -> float | None:
     values = [row[name] for row in rows if name in row]
     return sum(values) / len(values) if values else default

@@ -83,7 +83,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         evaluation_interval: Iterations from one evaluation to the next.
         max_reward: Completions with at least this reward count as accurate, 1.0 when None.
         verbose: Show a progress bar and the run directory.
-        accelerator: Not supported yet.
+        accelerator: That of the agents, see :func:`agilerl.utils.llm_utils.create_llm_accelerator`;
+            None: the agents'.
         max_steps: Prompts to consume per agent; the last batch is not cut.
         num_epochs: Passes over the training data.
         resume_from: A run checkpoint to go on from, or a run directory: its newest one. ``pop``
@@ -108,7 +109,7 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     """
     arguments.check_population(pop)
     arguments.check_selection(tournament, mutation, evo_steps)
-    arguments.refuse_unsupported(accelerator=accelerator)
+    ranks = arguments.training_ranks(accelerator, pop)
     options = LoopOptions(
         max_steps=max_steps,
         num_epochs=num_epochs,
@@ -130,13 +131,14 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     )
     require_trackers(tensorboard=tensorboard, wb=wb)
     envs = arguments.check_environments(env, env_fn, len(pop))
+    arguments.check_shares(envs, ranks)
     arguments.check_prompts_fit(pop, envs)
     # Agents that share an environment share its collector: the pending batch is one for all.
     distinct_envs = {id(made): made for made in envs}
     collector_of = {key: ReasoningCollector(made) for key, made in distinct_envs.items()}
     collectors = [collector_of[id(made)] for made in envs]
     total = options.total_prompts(len(envs[0]), agents_per_env=len(envs) // len(distinct_envs))
-    run_training(pop, collectors, options, env_name=envs[0].name, total=total)
+    run_training(pop, collectors, options, env_name=envs[0].name, total=total, ranks=ranks)
     return pop
 
 
@@ -211,13 +213,13 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         evaluation_interval: Iterations from one evaluation to the next.
         max_reward: Episodes with at least this return count as accurate, 1.0 when None.
         verbose: Show a progress bar.
-        accelerator: Not supported yet.
+        accelerator: As in :func:`finetune_llm_reasoning`.
         num_epochs: Passes over the training seeds; None: no bound.
         resume_from: As in :func:`finetune_llm_reasoning`.
         max_wall_seconds: The run ends with the iteration in which so much time has passed, that
             before it was resumed included.
         keep_checkpoints: As in :func:`finetune_llm_reasoning`.
-        groups_per_iteration: Training seeds played at a time.
+        groups_per_iteration: Training seeds played at a time, over all processes.
         train_seeds: The training seeds are ``0 .. train_seeds - 1``.
         evaluation_episodes: Episodes of an evaluation.
         seed: Of the order of the training seeds.
@@ -244,7 +246,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     """
     arguments.check_population(pop)
     arguments.check_selection(tournament, mutation, evo_steps)
-    arguments.refuse_unsupported(accelerator=accelerator)
+    ranks = arguments.training_ranks(accelerator, pop)
     options = LoopOptions(
         max_steps=max_steps,
         num_epochs=num_epochs,
@@ -268,11 +270,12 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     require_trackers(tensorboard=tensorboard, wb=wb)
     arguments.check_count("groups_per_iteration", groups_per_iteration)
     arguments.check_count("train_seeds", train_seeds)
-    at_once = groups_per_iteration * max(agent.group_size for agent in pop) if resume_from else 1
+    groups = arguments.share_of("groups_per_iteration", groups_per_iteration, ranks)
+    at_once = groups * max(agent.group_size for agent in pop) if resume_from else 1
     make_env = EnvMaker(env_factory, env_config, pop, at_once)
     env = SyncMultiTurnVecEnv(
         make_env,
-        batch_size=groups_per_iteration,
+        batch_size=groups,
         group_size=pop[0].group_size,
         env_config=env_config,
         max_turns=max_turns,
@@ -281,14 +284,18 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         step_timeout=step_timeout,
         error_reward=error_reward,
         evaluation_episodes=evaluation_episodes,
+        process_index=ranks.rank,
+        num_processes=ranks.count,
     )
     try:
         # Every agent plays the same seeds in the same order.
         collectors = [
-            MultiTurnCollector(env, TrainingOrder(train_seeds, groups_per_iteration, seed))
+            MultiTurnCollector(
+                env, TrainingOrder(train_seeds, groups, seed, ranks.rank, ranks.count)
+            )
             for _ in pop
         ]
-        run_training(pop, collectors, options, make_env.name, total=max_steps)
+        run_training(pop, collectors, options, make_env.name, total=max_steps, ranks=ranks)
     finally:
         env.close()
         make_env.close()

@@ -66,7 +66,7 @@ def call(**options: Any) -> Any:
             NotImplementedError,
             "tournament, mutation and evo_steps",
         ),
-        ({"accelerator": OBJECT}, NotImplementedError, "accelerator is not supported yet"),
+        ({"accelerator": OBJECT}, TypeError, "must be an accelerate.Accelerator"),
         ({"keep_checkpoints": 0}, ValueError, "keep_checkpoints=0 must be at least 1"),
         ({"keep_checkpoints": None}, TypeError, "keep_checkpoints=None must be an int"),
         ({"resume_from": 7}, TypeError, "resume_from=7 must be a str or Path"),

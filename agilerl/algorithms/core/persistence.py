@@ -23,6 +23,7 @@ from agilerl.algorithms.core.plain_values import (
 from agilerl.llm import checkpoint, lora_merge
 from agilerl.llm.atomic_directory import complete_directory
 from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.engine.ranks import Ranks, ranks_of
 from agilerl.llm.policy import Policy, load_base
 
 if TYPE_CHECKING:
@@ -45,14 +46,20 @@ class LoadedAdapter:
 
 
 def save(agent: LLMAlgorithm, path: Path, *, lora_only: bool, save_optimizer: bool) -> None:
-    """Write one cell of the checkpoint grid."""
-    checkpoint.save_checkpoint(
-        path,
-        _attributes(agent),
-        adapters=agent.policy.slots,
-        model=agent.policy.model,
-        lora_only=lora_only,
-        optimizer=agent.engine.state_dict() if save_optimizer else None,
+    """Write one cell of the checkpoint grid; all ranks together, rank 0 writes."""
+    ranks = ranks_of(agent.accelerator)
+    optimizer = agent.engine.state_dict() if save_optimizer else None
+    attributes = _attributes(agent)
+    attributes["rng_states"] = ranks.gather(attributes["rng_state"])
+    ranks.first(
+        lambda: checkpoint.save_checkpoint(
+            path,
+            attributes,
+            adapters=agent.policy.slots,
+            model=agent.policy.model,
+            lora_only=lora_only,
+            optimizer=optimizer,
+        )
     )
     agent.health.last_checkpoint = str(path)
 
@@ -137,8 +144,30 @@ def rebuild(
     load_into(agent, path, load_optimizer=has_optimizer, reference_from_actor=False, merge=False)
     for name in ("index", *agent._history):
         setattr(agent, name, attributes["history"][name])
-    agent.rng.set_state(attributes["rng_state"])
+    agent.rng.set_state(own_rng_state(attributes, ranks_of(accelerator)))
     return agent
+
+
+def own_rng_state(attributes: dict[str, Any], ranks: Ranks) -> torch.Tensor:
+    """The saved state of this rank's generator; rank 0's if there were other ranks."""
+    states = attributes.get("rng_states") or [attributes["rng_state"]]
+    if len(states) == ranks.count:
+        state: torch.Tensor = states[ranks.rank]
+        return state
+    logger.warning(
+        "the checkpoint is of %d processes and read by %d: sampling goes on differently",
+        len(states),
+        ranks.count,
+    )
+    first: torch.Tensor = attributes["rng_state"]
+    if ranks.rank == 0:
+        return first
+    # Not all ranks may sample the same.
+    return (
+        torch.Generator()
+        .manual_seed(int(first[:8].view(torch.int64)) % 2**32 + ranks.rank)
+        .get_state()
+    )
 
 
 def _attributes(agent: LLMAlgorithm) -> dict[str, Any]:

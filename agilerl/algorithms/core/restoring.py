@@ -18,6 +18,7 @@ import torch
 from agilerl.algorithms.core import persistence
 from agilerl.algorithms.core.plain_values import decode_arguments, decode_value, encode_arguments
 from agilerl.llm import lora_merge
+from agilerl.llm.engine.ranks import ranks_of
 
 if TYPE_CHECKING:
     from agilerl.algorithms.core.llm import LLMAlgorithm
@@ -106,7 +107,7 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
         },
         settings=settings,
         history=_history(agent, path, attributes["history"]),
-        rng=_generator(path, attributes["rng_state"]),
+        rng=_generator(path, persistence.own_rng_state(attributes, ranks_of(agent.accelerator))),
         engine=engine,
         bad_steps=int(attributes.get("bad_steps", 0)),
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -34,6 +37,24 @@ class Ranks:
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors with those of rank 0."""
+
+    def first(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns (a small picklable value) on rank 0, the only one to run it.
+
+        An exception there is raised on every rank, so that all go on from the same place.
+        """
+        value, error = None, None
+        if self.rank == 0:
+            try:
+                value = action()
+            except Exception as raised:
+                if self.count == 1:
+                    raise
+                error = raised
+        value, error = self.gather((value, error))[0]
+        if error is not None:
+            raise error
+        return cast(T, value)
 
 
 class ProcessRanks(Ranks):
