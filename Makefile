@@ -18,11 +18,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MANIFESTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test demo demo-multiturn benchmark lint format constraints clean
+.PHONY: help install test demo demo-multiturn demo-deepspeed benchmark lint format constraints clean
 
 help:
 	@echo "make demo       train a small language model on reasoning tasks, with before and after"
 	@echo "make demo-multiturn   the same over several turns: Guess The Number"
+	@echo "make demo-deepspeed   the first one on two processes, with DeepSpeed ZeRO 2"
 	@echo "make test       lint, type check and run all tests"
 	@echo "make benchmark  time one training step of this library and of TRL"
 	@echo "make install    what test needs, into $(VENV)"
@@ -38,6 +39,9 @@ demo: $(VENV)/.installed-demo
 
 demo-multiturn: $(VENV)/.installed-demo
 	$(BIN)/python examples/multiturn_guess_the_number.py $(ARGS)
+
+demo-deepspeed: $(VENV)/.installed-demo $(VENV)/.installed-deepspeed
+	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/grpo_distributed.py --zero-stage 2 $(ARGS)
 
 benchmark: $(VENV)/.installed-bench
 	$(BIN)/python benchmarking/grpo_step.py $(ARGS)

@@ -14,10 +14,10 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(script: str, *arguments: str, cwd: Path) -> str:
+def run(script: str, *arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
     result = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
+        [sys.executable, *launcher, str(EXAMPLES / script), *arguments],
         cwd=cwd,
         env=environment,
         capture_output=True,
@@ -90,3 +90,15 @@ def test_guess_the_number(tmp_path: Path) -> None:
         assert f"{credit} credit" in output
     assert output.count("episodes per second") == 2
     assert re.search(r"random player +0\.\d+ +0\.\d+", output)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_distributed(processes: int, tmp_path: Path) -> None:
+    launcher: tuple[str, ...] = ()
+    if processes > 1:
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+    arguments = ("--zero-stage", "2", "--iterations", "1", "--quiet")
+    output = run("grpo_distributed.py", *arguments, cwd=tmp_path, launcher=launcher)
+    assert output.count("held-out accuracy") == 1
+    assert f"{processes} process(es)" in output
+    assert (tmp_path / "demo_output" / "distributed" / "metrics.csv").is_file()
