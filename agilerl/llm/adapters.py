@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
@@ -56,6 +56,30 @@ def scope_lora_config(config: LoraConfig, model: nn.Module, scope: str | None) -
         )
     config.target_modules = set(names)
     return config
+
+
+def check_needs_no_weights(config: LoraConfig, model: PreTrainedModel) -> None:
+    """Refuse an adapter that reads, copies or wraps weights which a partitioned base lacks.
+
+    Raises:
+        ValueError: The config trains whole modules, is of a kind such as DoRA, or targets the head.
+    """
+    for name in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"):
+        if getattr(config, name, None):
+            raise ValueError(
+                f"lora_config.{name} is {getattr(config, name)!r}, but it needs whole weights of "
+                "the base, which ZeRO stage 3 partitions; leave it unset, or use zero_stage 2"
+            )
+    if config.target_modules in (None, "all-linear"):  # neither includes the head
+        return
+    head = model.get_output_embeddings()
+    (path,) = [name for name, module in model.named_modules() if module is head]
+    if check_target_module_exists(config, path):
+        raise ValueError(
+            f"lora_config.target_modules {config.target_modules!r} include the head ({path}), "
+            "which ZeRO stage 3 puts together only while log-probs are computed; leave it out, or "
+            "use zero_stage 2"
+        )
 
 
 def _check_base_stays(config: LoraConfig) -> None:

@@ -12,18 +12,23 @@ import itertools
 import logging
 import weakref
 from collections.abc import Iterator
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import PreTrainedModel
 
 from agilerl.llm import adapters
 from agilerl.llm.batch import Batch
 from agilerl.llm.config import ForwardConfig
+from agilerl.llm.engine.ranks import Ranks
 from agilerl.llm.forward import action_hidden_states, supports_shared_prefixes
 from agilerl.llm.logprobs import LogitHead, TokenLogProbs, token_logprobs
+
+if TYPE_CHECKING:
+    from agilerl.llm.engine.partition import PartitionedBase
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +46,7 @@ class SharedBase:
         self.model = model.eval()
         self.model.requires_grad_(False)
         self.peft: PeftModel | None = None
+        self.partition: PartitionedBase | None = None
         self._active: tuple[str | None, bool] | None = None
         self._shares_prefixes: bool | None = None
         self._folded: str | None = None
@@ -54,6 +60,34 @@ class SharedBase:
         if base is None:
             base = _bases[id(model)] = cls(model)
         return base
+
+    @staticmethod
+    def known(model: PreTrainedModel) -> SharedBase | None:
+        """The base that owns ``model``, if there is one already."""
+        return _bases.get(id(model))
+
+    def partition_over(self, ranks: Ranks, *, offload: bool = False) -> None:
+        """Keep one part of the model per rank from now on (ZeRO stage 3); all ranks together.
+
+        Adapters added afterwards are whole on every rank. The model stays partitioned when its last
+        agent is gone, and serves new ones as it is.
+
+        Args:
+            ranks: Who holds the parts.
+            offload: Keep this rank's part in CPU memory.
+        """
+        from agilerl.llm.engine.partition import PartitionedBase
+
+        assert self.peft is None and self.partition is None
+        self.partition = PartitionedBase(self.model, ranks, offload)
+        # What was found out about the whole model cannot be found out again.
+        self.model.__dict__["_agilerl_base"] = self
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it a partitioned base is whole on every rank; all ranks together, then alone."""
+        with contextlib.nullcontext() if self.partition is None else self.partition.whole_model():
+            yield
 
     @property
     def decoder(self) -> nn.Module:
@@ -74,7 +108,13 @@ class SharedBase:
         return self._shares_prefixes
 
     def add_slot(self, role: str, config: LoraConfig) -> str:
-        """Add an adapter and return its name."""
+        """Add an adapter and return its name.
+
+        Raises:
+            ValueError: If the base is partitioned, and the adapter needs whole weights.
+        """
+        if self.partition is not None:
+            adapters.check_needs_no_weights(config, self.model)
         slot = f"{role}_{next(_slot_numbers)}"
         if self.peft is None:
             self.peft = get_peft_model(self.model, config, adapter_name=slot)
@@ -224,15 +264,29 @@ class Policy:
 
     @contextlib.contextmanager
     def rollout_weights(self) -> Iterator[None]:
-        """Within it the role in use is folded into copies of the weights, where that is exact."""
+        """Within it the role in use is folded into copies of the weights, where that is exact.
+
+        A partitioned base is put together once, and ranks may then run as often as each likes; it
+        takes the memory of the whole base while it lasts. All ranks must enter together.
+        """
         self.activate(self.role)
-        with self.base.folded(self.slot(self.role)):
+        with self.base.whole(), self.base.folded(self.slot(self.role)):
             yield
 
     def compile(self, mode: str | None) -> None:
-        """Run training forwards through ``torch.compile`` with this mode; None: as they are."""
+        """Run training forwards through ``torch.compile`` with this mode; None: as they are.
+
+        Raises:
+            ValueError: If the base is partitioned.
+        """
         self._decoder = None
         if mode is not None:
+            if self.base.partition is not None:
+                raise ValueError(
+                    f"torch_compiler is {mode!r}, but with ZeRO stage 3 layers are put together "
+                    "while they run, which cannot be compiled; use torch_compiler=None or "
+                    "zero_stage 2"
+                )
             compiled = torch.compile(self.base.decoder, mode=mode, dynamic=True)
             self._decoder = cast(nn.Module, compiled)
 
@@ -245,12 +299,30 @@ class Policy:
     ) -> TokenLogProbs:
         """Log-probs of a batch's actions under the active adapter.
 
-        Flat ``(N,)``, in the order of ``batch.targets``; entropies too unless not asked for.
+        Flat ``(N,)``, in the order of ``batch.targets``; entropies too unless not asked for. On a
+        partitioned base all ranks together.
         """
+        if self.base.partition is not None:
+            return self._partitioned_logprobs(batch, config, entropy, self.base.partition)
         # A compiled forward keeps to plain rows: one shape-generic graph, not one per kind of call.
         share = self._decoder is None and config.use_position_ids and self.base.shares_prefixes
         decoder = self.base.decoder if self._decoder is None else self._decoder
         hidden = action_hidden_states(decoder, batch, config, share_prefixes=share)
+        return self._through_head(hidden, batch, config, entropy)
+
+    def _partitioned_logprobs(
+        self, batch: Batch, config: ForwardConfig, entropy: bool, partition: PartitionedBase
+    ) -> TokenLogProbs:
+        # Plain rows: sharing prompts is one call of the decoder or two, depending on the rows.
+        # Recomputation to the end of a layer: DeepSpeed must see its modules end.
+        with set_checkpoint_early_stop(False):
+            hidden = action_hidden_states(self.base.decoder, batch, config, share_prefixes=False)
+        with partition.whole_head():
+            return self._through_head(hidden, batch, config, entropy)
+
+    def _through_head(
+        self, hidden: torch.Tensor, batch: Batch, config: ForwardConfig, entropy: bool
+    ) -> TokenLogProbs:
         return token_logprobs(
             hidden,
             batch.targets,
@@ -278,15 +350,22 @@ class Policy:
             rows: Long index of the rows wanted; None: all.
 
         Returns:
-            0 outside the action mask, and in rows that are not wanted.
+            0 outside the action mask, and in rows that are not wanted. On a partitioned base all
+            ranks must ask together, each for as many rows as it likes.
         """
         if rows is None:
             rows = torch.arange(len(batch), device=batch.token_ids.device)
         result = torch.zeros(batch.action_mask.shape, device=batch.token_ids.device)
-        if len(rows) == 0:
+        parts = rows.split(config.micro_batch_size) if len(rows) else ()
+        partition = self.base.partition
+        runs = len(parts) if partition is None else partition.most(len(parts))
+        if runs == 0:
             return result
         with self.active(role):
-            for part in rows.split(config.micro_batch_size):
+            for _ in range(runs - len(parts)):
+                # Only for the ranks that have more rows.
+                self.logprobs(batch.select(rows.new_zeros(1)), config, entropy=False)
+            for part in parts:
                 chosen = batch.select(part)
                 logp = self.logprobs(chosen, config, entropy=False).logp
                 result = result.to(logp.dtype)

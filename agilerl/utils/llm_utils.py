@@ -25,24 +25,29 @@ def create_llm_accelerator(
     result is None. Make it first, before environments and agents, and give it to both.
 
     Args:
-        zero_stage: Partition the optimizer with DeepSpeed: 1, or 2. 0 makes a DeepSpeed accelerator
-            that partitions nothing; None needs no DeepSpeed. Results are the same; memory per
-            process is not.
-        offload_optimizer: Keep the optimizer's state in CPU memory; needs ZeRO stage 1 or 2.
+        zero_stage: Partition the optimizer with DeepSpeed: 1, or 2; with 3 the frozen base too. 0
+            makes a DeepSpeed accelerator that partitions nothing; None needs no DeepSpeed. Results
+            are the same; memory per process is not.
+        offload_optimizer: Keep the optimizer's state in CPU memory; needs ZeRO stage 1, 2 or 3.
         cpu: Train on CPUs over gloo; None: where there is no GPU.
         gradient_accumulation_steps: Micro-batches per mini-batch of a process, where an agent is
             given no ``micro_batch_size_per_gpu``.
 
+    With stage 3 every process needs the memory of the whole base while the first agent is made, in
+    every rollout and when a full checkpoint is saved or loaded; in ``learn``, only that of its part
+    and a layer. In rollouts the base is put together once, and processes then generate on their
+    own; generation that puts layers together token by token is not offered. ``get_action``,
+    ``rollout``, ``test`` and ``learn`` must be called by all processes together.
+
     Raises:
         ValueError: If there is no such stage, or nothing that could be offloaded.
-        NotImplementedError: For stage 3.
         ImportError: If a stage is asked for and DeepSpeed is not installed.
     """
     if zero_stage is not None:
         check_zero_stage("zero_stage", zero_stage)
-    if offload_optimizer and zero_stage not in (1, 2):
+    if offload_optimizer and zero_stage not in (1, 2, 3):
         raise ValueError(
-            f"offload_optimizer is True, but zero_stage is {zero_stage}; it must be 1 or 2"
+            f"offload_optimizer is True, but zero_stage is {zero_stage}; it must be 1, 2 or 3"
         )
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
@@ -73,7 +78,14 @@ def _with_deepspeed(
         zero_stage=zero_stage,
         offload_optimizer_device="cpu" if offload_optimizer else "none",
         gradient_accumulation_steps=accumulation_steps,
+        zero3_init_flag=False,
     )
     # With cpu=True Accelerate would drop the plugin, and without a backend count one process.
     handlers = [InitProcessGroupKwargs(backend="gloo")] if cpu else []
-    return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)
+    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)
+    if zero_stage == 3:
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        # Or transformers would partition models as it makes them, unseen by the agents' checks.
+        unset_hf_deepspeed_config()
+    return accelerator

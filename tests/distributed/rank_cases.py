@@ -333,9 +333,9 @@ def deepspeed_settings(accelerator: Any) -> dict[str, Any]:
         agent.clone()
     result["warnings"] = [str(w.message) for w in caught if "no effect" in str(w.message)]
     result["update"], result["forward"] = agent.update_config(), agent.forward_config()
-    config["zero_optimization"]["stage"] = 3
+    config["zero_optimization"]["offload_param"] = {"device": "nvme"}
     try:
         make_agent(accelerator)
     except NotImplementedError as error:
-        result["stage_3"] = str(error)
+        result["nvme"] = str(error)
     return result

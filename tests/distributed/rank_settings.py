@@ -10,6 +10,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "zero1": {"zero_stage": 1},
     "zero2": {"zero_stage": 2},
     "zero2_offload": {"zero_stage": 2, "offload_optimizer": True},
+    # The last: DeepSpeed changes torch.nn.functional.linear for all that follows.
+    "zero3": {"zero_stage": 3},
+    "zero3_offload": {"zero_stage": 3, "offload_optimizer": True},
 }
 # All else is the same code as under "ddp" or "zero2".
 SOME_CASES = {
@@ -24,8 +27,25 @@ SOME_CASES = {
         "state_of_one_process",
         "fresh_optimizer",
     ],
+    # Layers are put together in every forward and backward; on two CPUs that takes its time.
+    "zero3": [
+        "one_step_grpo",
+        "no_actions_on_rank_0",
+        "mini_batches",
+        "ten_steps",
+        "non_finite",
+        "state",
+        "agreement",
+    ],
+    "zero3_offload": ["one_step_grpo"],
 }
-ONLY_UNDER = {"deepspeed_settings": "zero2", "other_base": "ddp"}
+ONLY_UNDER = {
+    "deepspeed_settings": "zero2",
+    "other_base": "ddp",
+    "partitioned_models": "zero3",
+    "partitioned_checkpoints": "zero3",
+    "partition_refusals": "zero3",
+}
 
 
 def cases_of(setting: str, every: list[str]) -> list[str]:

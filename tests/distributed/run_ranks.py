@@ -13,9 +13,12 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState
 from rank_cases import CASES
+from rank_partition_cases import PARTITION_CASES
 from rank_settings import ARGUMENTS, cases_of
 
 from agilerl.utils.llm_utils import create_llm_accelerator
+
+EVERY_CASE = CASES | PARTITION_CASES
 
 
 def main(folder: Path) -> None:
@@ -26,8 +29,8 @@ def main(folder: Path) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = create_llm_accelerator(cpu=True, **arguments)
         assert accelerator is not None and accelerator.num_processes == 2
-        for name in cases_of(setting, list(CASES)):
-            result = CASES[name](accelerator)
+        for name in cases_of(setting, list(EVERY_CASE)):
+            result = EVERY_CASE[name](accelerator)
             torch.save(result, folder / f"{setting}-{name}-{accelerator.process_index}.pt")
     torch.distributed.destroy_process_group()
 

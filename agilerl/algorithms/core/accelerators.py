@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from agilerl.llm.engine.build import deepspeed_config
+from agilerl.llm.engine.partition_facts import zero_section
 from agilerl.llm.engine.ranks import ranks_of
 
 DATA_PARALLEL = (
@@ -26,7 +27,7 @@ def check_accelerator(name: str, value: Any) -> None:
     Raises:
         TypeError: It is no accelerator.
         ValueError: It does not know of the other processes.
-        NotImplementedError: It is for FSDP, tensor parallelism, ZeRO 3 and the like.
+        NotImplementedError: It is for FSDP, tensor parallelism, offload to NVMe and the like.
     """
     if value is None:
         return
@@ -38,7 +39,7 @@ def check_accelerator(name: str, value: Any) -> None:
     if value.distributed_type not in DATA_PARALLEL:
         raise NotImplementedError(
             f"{name} is set up for {value.distributed_type.value}, which is not supported; use a "
-            "plain Accelerator, or one with a DeepSpeed plugin of zero_stage 0, 1 or 2"
+            "plain Accelerator, or one with a DeepSpeed plugin of zero_stage 0, 1, 2 or 3"
         )
     processes = ranks_of(value).count
     if processes not in (1, value.num_processes):
@@ -48,7 +49,14 @@ def check_accelerator(name: str, value: Any) -> None:
             "agilerl.utils.llm_utils.create_llm_accelerator, or pass "
             'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator'
         )
-    check_zero_stage(name, deepspeed_config(value).get("zero_optimization", {}).get("stage", 0))
+    section = zero_section(value)
+    check_zero_stage(name, section.get("stage", 0))
+    place = (section.get("offload_param") or {}).get("device")
+    if place not in (None, "none", "cpu"):
+        raise NotImplementedError(
+            f"{name} asks for parameters to be offloaded to {place!r}, which is not supported; use "
+            '"cpu" or "none"'
+        )
 
 
 def check_zero_stage(name: str, stage: Any) -> None:
@@ -56,15 +64,9 @@ def check_zero_stage(name: str, stage: Any) -> None:
 
     Raises:
         ValueError: There is no such stage.
-        NotImplementedError: It is 3.
     """
-    if stage == 3:
-        raise NotImplementedError(
-            f"{name} asks for ZeRO stage 3, which is not supported yet; use zero_stage 0, 1 or 2, "
-            "which keep the frozen base whole on every rank"
-        )
-    if stage not in (0, 1, 2):
-        raise ValueError(f"{name} asks for ZeRO stage {stage!r}; it must be 0, 1 or 2")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"{name} asks for ZeRO stage {stage!r}; it must be 0, 1, 2 or 3")
 
 
 def settings_without_effect(accelerator: Accelerator | None) -> list[str]:

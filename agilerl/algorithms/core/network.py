@@ -13,12 +13,20 @@ from transformers import PreTrainedModel
 
 from agilerl.llm.adapters import default_lora_config, scope_lora_config
 from agilerl.llm.checkpoint import adapter_state_dict
+from agilerl.llm.engine.partition_facts import (
+    full_shape,
+    is_partitioned,
+    offloads_base,
+    partitions_base,
+)
 from agilerl.llm.engine.ranks import Ranks, ranks_of
 from agilerl.llm.generation.hf import check_cache
 from agilerl.llm.lora_merge import check_same_config, load_adapter
 from agilerl.llm.policy import Policy, SharedBase, load_base
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from agilerl.algorithms.core.llm import LLMAlgorithm
 
 logger = logging.getLogger(__name__)
@@ -50,14 +58,20 @@ def build_policy(agent: LLMAlgorithm, network: PreTrainedModel | PeftModel | Non
         assert agent.model_name is not None
         network = load_base(agent.model_name, agent.model_config, agent.device)
         check_network(network)
+    partitioned = check_partition(network, agent.accelerator)
     model, start = plain_model(network)
     check_pad_token(agent.pad_token_id, model)
     place_model(model, torch.device(agent.device))
-    check_same_weights(model, ranks_of(agent.accelerator))
-    check_cache(model)
+    if not partitioned:  # else done when the weights were whole
+        check_same_weights(model, ranks_of(agent.accelerator))
+        check_cache(model)
+    base = SharedBase.of(model)
+    lora_config = resolve_lora_config(agent.lora_config, start, model, agent.lora_target_scope)
+    if partitions_base(agent.accelerator) and not partitioned:
+        base.partition_over(ranks_of(agent.accelerator), offload=offloads_base(agent.accelerator))
     policy = Policy(
-        SharedBase.of(model),
-        resolve_lora_config(agent.lora_config, start, model, agent.lora_target_scope),
+        base,
+        lora_config,
         separate_reference=agent.use_separate_reference_adapter,
         seed=agent.seed,
     )
@@ -65,6 +79,37 @@ def build_policy(agent: LLMAlgorithm, network: PreTrainedModel | PeftModel | Non
         for role in policy.roles:
             load_adapter(policy, role, start.tensors, start.config)
     return policy
+
+
+def check_partition(network: PreTrainedModel | PeftModel, accelerator: Accelerator | None) -> bool:
+    """Whether agents have partitioned a model already; refuse it if it does not fit this one's.
+
+    Raises:
+        ValueError: It is partitioned although the accelerator is not for ZeRO stage 3, or by others
+            than agents; or it is to be partitioned, but serves agents as it is.
+    """
+    model = network.get_base_model() if isinstance(network, PeftModel) else network
+    base = SharedBase.known(model)
+    partitioned = any(is_partitioned(parameter) for parameter in model.parameters())
+    wanted = partitions_base(accelerator)
+    if partitioned and (base is None or base.partition is None):
+        raise ValueError(
+            "actor_network was partitioned when it was made, as transformers does where an "
+            "Accelerator is for ZeRO stage 3; use agilerl.utils.llm_utils.create_llm_accelerator, "
+            "or call transformers.integrations.unset_hf_deepspeed_config() before loading the "
+            "model: agents partition it themselves"
+        )
+    if partitioned and not wanted:
+        raise ValueError(
+            "actor_network is partitioned over processes, but accelerator is not for ZeRO stage 3; "
+            "pass the accelerator of the agents that it was partitioned for, or another model"
+        )
+    if wanted and not partitioned and base is not None and base.peft is not None:
+        raise ValueError(
+            "accelerator asks for ZeRO stage 3, but actor_network serves other agents without it; "
+            "clean these up first, or pass another model"
+        )
+    return partitioned
 
 
 def place_model(model: PreTrainedModel, device: torch.device) -> None:
@@ -83,7 +128,8 @@ def place_model(model: PreTrainedModel, device: torch.device) -> None:
     (here,) = spread
     if here == device:
         return
-    if SharedBase.of(model).peft is not None:
+    base = SharedBase.of(model)
+    if base.peft is not None or base.partition is not None:
         raise ValueError(
             f"device is {str(device)!r}, but actor_network is in use by another agent on "
             f"{str(here)!r}; pass device={str(here)!r}"
@@ -144,7 +190,7 @@ def check_pad_token(pad_token_id: int, model: PreTrainedModel) -> None:
     Raises:
         ValueError: The id is too large.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = full_shape(model.get_input_embeddings().weight)[0]
     if pad_token_id >= rows:
         raise ValueError(
             f"pad_token_id is {pad_token_id}, but the model embeds ids 0 to {rows - 1} only; pass "

@@ -51,16 +51,17 @@ def save(agent: LLMAlgorithm, path: Path, *, lora_only: bool, save_optimizer: bo
     optimizer = agent.engine.state_dict() if save_optimizer else None
     attributes = _attributes(agent)
     attributes["rng_states"] = ranks.gather(attributes["rng_state"])
-    ranks.first(
-        lambda: checkpoint.save_checkpoint(
-            path,
-            attributes,
-            adapters=agent.policy.slots,
-            model=agent.policy.model,
-            lora_only=lora_only,
-            optimizer=optimizer,
+    with nullcontext() if lora_only else agent.policy.base.whole():
+        ranks.first(
+            lambda: checkpoint.save_checkpoint(
+                path,
+                attributes,
+                adapters=agent.policy.slots,
+                model=agent.policy.model,
+                lora_only=lora_only,
+                optimizer=optimizer,
+            )
         )
-    )
     agent.health.last_checkpoint = str(path)
 
 
@@ -250,10 +251,22 @@ def _changed_base(policy: Policy, state: dict[str, Any] | None) -> dict[str, tor
     """What of a full checkpoint's base differs from the agent's.
 
     Raises:
-        ValueError: If it is the base of another model.
+        ValueError: If it is the base of another model, or differs from one that is partitioned.
     """
     if state is None:
         return {}
+    with policy.base.whole():
+        changed = _differing_base(policy, state)
+    if changed and policy.base.partition is not None:
+        raise ValueError(
+            f"the checkpoint's base weights differ from the agent's ({sorted(changed)[:4]}), and "
+            "with ZeRO stage 3 these cannot be overwritten; make the agent with load(path), which "
+            "takes the base from the checkpoint"
+        )
+    return changed
+
+
+def _differing_base(policy: Policy, state: dict[str, Any]) -> dict[str, torch.Tensor]:
     saved, live = _base_part(state), checkpoint.base_tensors(policy.model)
     if saved.keys() != live.keys():
         raise ValueError(

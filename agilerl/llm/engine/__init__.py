@@ -2,6 +2,7 @@
 
 ``local.py`` is a single process. With several, every rank accumulates the gradients of its own
 rows: ``all_reduce.py`` sums them, ``zero.py`` has DeepSpeed sum them and partition the optimizer.
+``partition.py`` partitions the frozen base (ZeRO stage 3).
 """
 
 from __future__ import annotations

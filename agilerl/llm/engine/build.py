@@ -29,12 +29,12 @@ def build_engine(
         parameters: What is trained.
         lr: Learning rate of AdamW.
         schedule: Warm-up and decay of it; None: constant.
-        accelerator: None is a single process. With a DeepSpeed plugin of stage 1 or 2, its ZeRO
+        accelerator: None is a single process. With a DeepSpeed plugin of stage 1, 2 or 3, its ZeRO
             optimizer; else gradients are summed over the processes (ZeRO 0 partitions nothing).
     """
     ranks = ranks_of(accelerator)
     section = deepspeed_config(accelerator).get("zero_optimization", {})
-    if section.get("stage", 0) in (1, 2) and torch.distributed.is_initialized():
+    if section.get("stage", 0) in (1, 2, 3) and torch.distributed.is_initialized():
         from agilerl.llm.engine.zero import ZeroEngine
 
         return ZeroEngine(parameters, lr, schedule, ranks, section)

@@ -1,11 +1,12 @@
-"""The engine over DeepSpeed ZeRO 1 and 2: every rank keeps and steps its part of the optimizer.
+"""The engine over DeepSpeed ZeRO 1 to 3: every rank keeps and steps its part of the optimizer.
 
 DeepSpeed is given handles: parameters that share the adapter's memory, and nothing of the base,
 which is frozen and shared by all agents. Micro-batches accumulate on the adapter itself, out of
 sight of DeepSpeed's hooks; a step hands the accumulated gradients over in one backward through the
 handles. So there is one communication per optimizer step, ranks may run different numbers of
 micro-batches, and a discarded step never reached DeepSpeed. The price: until the step, a rank holds
-the whole gradient of its adapter, also with ZeRO 2.
+the whole gradient of its adapter, also with ZeRO 2. Of stage 3 this is the optimizer's side, which
+is that of stage 2; the base is partitioned in ``partition.py``.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class ZeroEngine(LocalEngine):
         super().__init__(handles, lr, schedule)
         self.handles, self.parameters = self.parameters, trained
         self.ranks = ranks
+        # A partitioned base communicates in every forward and backward.
+        self.lockstep = zero_optimization["stage"] == 3
         self.wrapped, *_ = deepspeed.initialize(
             model=handles,
             optimizer=self.optimizer,
@@ -207,7 +210,8 @@ def _config(section: Mapping[str, Any], ranks: Ranks, size: int) -> dict[str, An
         # torch's AdamW on the CPU: the same numbers as everywhere, and nothing to compile.
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            "stage": section["stage"],
+            # The adapter itself stays whole.
+            "stage": min(section["stage"], 2),
             "offload_optimizer": {k: v for k, v in offload.items() if v is not None},
             # Buffers of this size are allocated; the default is for whole models.
             "reduce_bucket_size": even,

@@ -1,0 +1,183 @@
+"""What the two ranks run on a partitioned base (ZeRO stage 3) only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero import parameter_offload
+from peft import LoraConfig
+from rank_cases import mine
+from rank_rollouts import SETTINGS, TOKENIZER, make_agent, weights
+
+from agilerl.algorithms import GRPO
+from agilerl.testing import tiny_model
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tied": {"tie": True, "gradient_checkpointing": False},
+    "untied_recomputed": {"tie": False, "gradient_checkpointing": True},
+    "last_layer_only": {"tie": True, "gradient_checkpointing": False, "layers": [1]},
+}
+
+
+def model_of(tie: bool, seed: int = 0) -> Any:
+    return tiny_model(hidden_size=32, layers=2, tie_word_embeddings=tie, seed=seed)
+
+
+def agent_on(
+    tie: bool,
+    gradient_checkpointing: bool,
+    layers: list[int] | None = None,
+    accelerator: Any = None,
+) -> GRPO:
+    """Two epochs, so that there are passes over old and reference log-probs."""
+    return make_agent(
+        accelerator,
+        actor_network=model_of(tie),
+        gradient_checkpointing=gradient_checkpointing,
+        update_epochs=2,
+        lr=5e-3,
+        lora_config=LoraConfig(
+            r=3,
+            target_modules=["q_proj", "v_proj", "down_proj"],
+            layers_to_transform=layers,
+            task_type="CAUSAL_LM",
+        ),
+    )
+
+
+def prompts(count: int) -> list[Any]:
+    return [dict(TOKENIZER("abcdef"[: 2 + n], return_tensors="pt")) for n in range(count)]
+
+
+def answers(agent: GRPO, count: int) -> list[torch.Tensor]:
+    """Greedy ones, to one prompt after the other."""
+    with agent.rollout():
+        return [
+            agent.get_action([prompt], training=False).completion_ids[0]
+            for prompt in prompts(count)
+        ]
+
+
+def elements(agent: GRPO) -> dict[str, int]:
+    """How much of the base there is, on this rank, and put together at the moment."""
+    model = agent.policy.base.model
+    parameters: list[Any] = [p for n, p in model.named_parameters() if "lora_" not in n]
+    return {
+        "all": sum(p.ds_numel for p in parameters),
+        "here": sum(p.ds_tensor.numel() for p in parameters),
+        "whole": sum(p.numel() for p in parameters),
+    }
+
+
+def watch(agent: GRPO) -> list[int]:
+    """Fills up with the elements that are together when a backward starts."""
+    seen: list[int] = []
+    backward = agent.engine.backward
+
+    def watched(loss: torch.Tensor) -> None:
+        seen.append(elements(agent)["whole"])
+        backward(loss)
+
+    agent.engine.backward = watched  # type: ignore[method-assign]
+    return seen
+
+
+def partitioned_models(accelerator: Any) -> dict[str, Any]:
+    """Tied and untied heads, recomputed or not: updates and rollouts by turns."""
+    result: dict[str, Any] = {}
+    for name, settings in MODELS.items():
+        agent = agent_on(**settings, accelerator=accelerator)
+        found: dict[str, Any] = {"elements": elements(agent)}
+        stack = len(parameter_offload.FWD_MODULE_STACK)
+        # Ranks answer different numbers of prompts: forwards are not in step in a rollout.
+        count = 1 + 3 * accelerator.process_index
+        found["answers"] = [answers(agent, count)]
+        during = watch(agent)
+        for _ in range(2):
+            mine(accelerator).learned_by(agent)
+            found["answers"].append(answers(agent, count))
+        found |= {"weights": weights(agent), "during": max(during), "after": elements(agent)}
+        found["stack_grew"] = len(parameter_offload.FWD_MODULE_STACK) - stack
+        agent.clean_up()
+        result[name] = found
+    return result
+
+
+def partitioned_checkpoints(accelerator: Any) -> dict[str, Any]:
+    """Both kinds are written, and both go on: in the same agent, in a new one, in a rebuilt one."""
+    folder = Path(sys.argv[1])
+    agent = make_agent(accelerator)
+    part = mine(accelerator)
+    part.learned_by(agent)
+    for lora_only in (True, False):
+        agent.save_checkpoint(folder / f"lora_only_{lora_only}", lora_only=lora_only)
+    base = agent.policy.base.model
+    agents = {
+        "adapters": GRPO.load(
+            folder / "lora_only_True", accelerator=accelerator, actor_network=base
+        ),
+        "full": GRPO.load(folder / "lora_only_False", accelerator=accelerator),
+        "into": make_agent(accelerator),
+        "same": agent,
+    }
+    agents["into"].load_checkpoint(folder / "lora_only_False", load_optimizer=True)
+    other = make_agent(accelerator, actor_network=tiny_model(hidden_size=32, layers=1, seed=1))
+    refusal = ""
+    try:
+        other.load_checkpoint(folder / "lora_only_False")
+    except ValueError as error:
+        refusal = str(error)
+    second = {}
+    for name, each in agents.items():
+        part.learned_by(each)
+        second[name] = weights(each)
+        each.clean_up()
+    # Without an agent the model stays partitioned, and serves the next one.
+    late = make_agent(accelerator, actor_network=base)
+    part.learned_by(late)
+    return {"second": second, "refusal": refusal, "late": weights(late)}
+
+
+def partition_refusals(accelerator: Any) -> dict[str, str]:
+    """What does not go together with a partitioned base."""
+    import deepspeed
+
+    alone = make_agent()
+    partitioned = make_agent(accelerator)
+    elsewhere = tiny_model(hidden_size=32, layers=1)
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    deepspeed.zero.Init(module=elsewhere, config_dict_or_path=config, dtype=torch.float32)
+
+    def lora(**changes: Any) -> LoraConfig:
+        return LoraConfig(**({"r": 3, "target_modules": ["q_proj"]} | changes))
+
+    def make(**changes: Any) -> Callable[[], Any]:
+        return lambda: make_agent(accelerator, **changes)
+
+    attempts: dict[str, Callable[[], Any]] = {
+        "head": make(lora_config=lora(target_modules=["q_proj", "lm_head"])),
+        "dora": make(lora_config=lora(use_dora=True)),
+        "modules_to_save": make(lora_config=lora(modules_to_save=["norm"])),
+        "compiled": make(torch_compiler="default"),
+        "in_use": make(actor_network=alone.policy.base.model),
+        "elsewhere": make(actor_network=elsewhere),
+        "without": lambda: GRPO(**SETTINGS, actor_network=partitioned.policy.base.model),
+    }
+    messages = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
+PARTITION_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "partitioned_models": partitioned_models,
+    "partitioned_checkpoints": partitioned_checkpoints,
+    "partition_refusals": partition_refusals,
+}

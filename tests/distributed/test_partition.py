@@ -1,0 +1,106 @@
+"""ZeRO stage 3: the base is in parts, and all else is as in a single process."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_partition_cases import MODELS, agent_on, answers
+from rank_rollouts import data, make_agent, weights
+
+from agilerl.algorithms import GRPO
+from agilerl.testing import tiny_model
+
+Ranks = list[dict[str, Any]]
+TOLERANCE = 1e-6
+
+
+def under_zero3(case: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("ranks", [("zero3", case)], indirect=True, ids=["zero3"])
+
+
+@functools.cache
+def alone(name: str) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    """A single process: its weights after two updates, and its answers around them."""
+    agent = agent_on(**MODELS[name])
+    found = [answers(agent, 4)]
+    for _ in range(2):
+        data().learned_by(agent)
+        found.append(answers(agent, 4))
+    return weights(agent), found
+
+
+@under_zero3("partitioned_models")
+@pytest.mark.parametrize("name", MODELS)
+def test_updates_and_rollouts_are_those_of_a_single_process(ranks: Ranks, name: str) -> None:
+    expected, texts = alone(name)
+    assert not all(map(torch.equal, texts[0], texts[2]))  # it has learned something
+    assert torch.equal(ranks[0][name]["weights"], ranks[1][name]["weights"])
+    torch.testing.assert_close(ranks[0][name]["weights"], expected, atol=TOLERANCE, rtol=0)
+    for number, rank in enumerate(ranks):
+        for given, wanted in zip(rank[name]["answers"], texts, strict=True):
+            assert len(given) == 1 + 3 * number
+            assert all(torch.equal(g, w) for g, w in zip(given, wanted, strict=False))
+
+
+@under_zero3("partitioned_models")
+@pytest.mark.parametrize("name", MODELS)
+def test_each_rank_keeps_half_of_the_base(ranks: Ranks, name: str) -> None:
+    for rank in ranks:
+        found = rank[name]
+        whole = found["elements"]["all"]
+        assert found["elements"]["here"] == pytest.approx(whole / 2, rel=0.02)
+        assert found["elements"]["whole"] == found["after"]["whole"] == 0
+        assert found["during"] < whole / 10, "weights are given up between forward and backward"
+        assert found["stack_grew"] == 0
+
+
+def second_step_alone(agent: GRPO) -> torch.Tensor:
+    data().learned_by(agent)
+    return weights(agent)
+
+
+@under_zero3("partitioned_checkpoints")
+def test_checkpoints_go_on_on_ranks_and_in_one_process(ranks: Ranks, folder: Path) -> None:
+    agent = make_agent()
+    data().learned_by(agent)
+    expected = second_step_alone(agent)
+    for rank in ranks:
+        for name, values in rank["second"].items():
+            torch.testing.assert_close(values, expected, atol=TOLERANCE, rtol=0, msg=name)
+        assert "base weights differ" in rank["refusal"]
+    base = tiny_model(hidden_size=32, layers=1)
+    rebuilt = GRPO.load(folder / "lora_only_True", actor_network=base)
+    full = GRPO.load(folder / "lora_only_False")
+    for name, tensor in full.policy.base.model.state_dict().items():
+        if "lora_" not in name:
+            assert torch.equal(tensor, rebuilt.policy.base.model.state_dict()[name])
+    for each in (rebuilt, full):
+        torch.testing.assert_close(second_step_alone(each), expected, atol=TOLERANCE, rtol=0)
+
+
+@under_zero3("partitioned_checkpoints")
+def test_a_model_without_agents_stays_partitioned_and_serves_new_ones(ranks: Ranks) -> None:
+    expected = second_step_alone(make_agent())
+    for rank in ranks:
+        torch.testing.assert_close(rank["late"], expected, atol=TOLERANCE, rtol=0)
+
+
+@under_zero3("partition_refusals")
+def test_what_does_not_go_together_with_parts_is_refused(ranks: Ranks) -> None:
+    parts = {
+        "head": "include the head (lm_head)",
+        "dora": "lora_config.use_dora is True",
+        "modules_to_save": "lora_config.modules_to_save is ['norm']",
+        "compiled": "torch_compiler is 'default'",
+        "in_use": "serves other agents without it",
+        "elsewhere": "create_llm_accelerator",
+        "without": "accelerator is not for ZeRO stage 3",
+    }
+    for rank in ranks:
+        assert rank.keys() == parts.keys()
+        for name, message in rank.items():
+            assert parts[name] in message
