@@ -58,7 +58,7 @@ def test_more_games_are_won(credit: str, tmp_path: Path) -> None:
         env_factory=make_env,
         max_steps=None,
         num_epochs=1,
-        train_seeds=16 * 20,
+        train_seeds=16 * 12,
         groups_per_iteration=16,
         evaluation_episodes=1,
         checkpoint_path=tmp_path / "run",
