@@ -68,7 +68,8 @@ def check_needs_no_weights(config: LoraConfig, model: PreTrainedModel) -> None:
         if getattr(config, name, None):
             raise ValueError(
                 f"lora_config.{name} is {getattr(config, name)!r}, but it needs whole weights of "
-                "the base, which ZeRO stage 3 partitions; leave it unset, or use zero_stage 2"
+                "the base, which ZeRO stage 3 partitions; leave it unset (and experts out of "
+                "target_modules), or use zero_stage 2"
             )
     if config.target_modules in (None, "all-linear"):  # neither includes the head
         return

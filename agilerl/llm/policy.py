@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import PreTrainedModel
 
 from agilerl.llm import adapters
@@ -123,6 +122,12 @@ class SharedBase:
         # New layers come in training mode: their dropout would part the ratio from 1.
         self.peft.eval()
         self._active = None
+        if self.partition is not None:
+            try:  # again, as PEFT rewrites a config that targets experts
+                adapters.check_needs_no_weights(config, self.model)
+            except ValueError:
+                self.remove_slot(slot)
+                raise
         return slot
 
     def remove_slot(self, slot: str) -> None:
@@ -314,9 +319,7 @@ class Policy:
         self, batch: Batch, config: ForwardConfig, entropy: bool, partition: PartitionedBase
     ) -> TokenLogProbs:
         # Plain rows: sharing prompts is one call of the decoder or two, depending on the rows.
-        # Recomputation to the end of a layer: DeepSpeed must see its modules end.
-        with set_checkpoint_early_stop(False):
-            hidden = action_hidden_states(self.base.decoder, batch, config, share_prefixes=False)
+        hidden = action_hidden_states(self.base.decoder, batch, config, share_prefixes=False)
         with partition.whole_head():
             return self._through_head(hidden, batch, config, entropy)
 

@@ -16,10 +16,13 @@ from rank_rollouts import SETTINGS, TOKENIZER, make_agent, weights
 from agilerl.algorithms import GRPO
 from agilerl.testing import tiny_model
 
+EVERY = ["q_proj", "v_proj", "gate_proj", "down_proj"]
 MODELS: dict[str, dict[str, Any]] = {
-    "tied": {"tie": True, "gradient_checkpointing": False},
-    "untied_recomputed": {"tie": False, "gradient_checkpointing": True},
-    "last_layer_only": {"tie": True, "gradient_checkpointing": False, "layers": [1]},
+    "tied": {"tie": True, "targets": EVERY},
+    "tied_recomputed": {"tie": True, "targets": EVERY, "gradient_checkpointing": True},
+    # A recomputation ends in a layer without an adapter here.
+    "untied_recomputed": {"tie": False, "targets": EVERY[:2], "gradient_checkpointing": True},
+    "last_layer_only": {"tie": True, "targets": EVERY, "layers": [1]},
 }
 
 
@@ -29,7 +32,8 @@ def model_of(tie: bool, seed: int = 0) -> Any:
 
 def agent_on(
     tie: bool,
-    gradient_checkpointing: bool,
+    targets: list[str],
+    gradient_checkpointing: bool = False,
     layers: list[int] | None = None,
     accelerator: Any = None,
 ) -> GRPO:
@@ -39,10 +43,10 @@ def agent_on(
         actor_network=model_of(tie),
         gradient_checkpointing=gradient_checkpointing,
         update_epochs=2,
-        lr=5e-3,
+        lr=2e-3,
         lora_config=LoraConfig(
             r=3,
-            target_modules=["q_proj", "v_proj", "down_proj"],
+            target_modules=targets,
             layers_to_transform=layers,
             task_type="CAUSAL_LM",
         ),
@@ -92,7 +96,6 @@ def partitioned_models(accelerator: Any) -> dict[str, Any]:
     for name, settings in MODELS.items():
         agent = agent_on(**settings, accelerator=accelerator)
         found: dict[str, Any] = {"elements": elements(agent)}
-        stack = len(parameter_offload.FWD_MODULE_STACK)
         # Ranks answer different numbers of prompts: forwards are not in step in a rollout.
         count = 1 + 3 * accelerator.process_index
         found["answers"] = [answers(agent, count)]
@@ -101,7 +104,7 @@ def partitioned_models(accelerator: Any) -> dict[str, Any]:
             mine(accelerator).learned_by(agent)
             found["answers"].append(answers(agent, count))
         found |= {"weights": weights(agent), "during": max(during), "after": elements(agent)}
-        found["stack_grew"] = len(parameter_offload.FWD_MODULE_STACK) - stack
+        found["stack"] = len(parameter_offload.FWD_MODULE_STACK)
         agent.clean_up()
         result[name] = found
     return result

@@ -31,6 +31,10 @@ from agilerl.llm.engine.partition_facts import is_partitioned
 from agilerl.llm.engine.ranks import Ranks
 
 
+def _empty_stack(*_: Any) -> None:
+    parameter_offload.FWD_MODULE_STACK.clear()
+
+
 class _Hooks(parameter_offload.DeepSpeedZeRoOffload):
     """DeepSpeed's hooks, which can be told that all weights are there already."""
 
@@ -41,6 +45,9 @@ class _Hooks(parameter_offload.DeepSpeedZeRoOffload):
         # It records the order of layers for fetching ahead, and compares it between ranks in every
         # forward: also in rollouts, where ranks run different numbers of them.
         self.fwd_pre_hook.remove()
+        # The stack of running modules is of the whole process. It would keep this model alive, and
+        # all modules in which a recomputation for backward stopped early.
+        self.module.register_forward_pre_hook(_empty_stack, prepend=True)
 
     def pre_sub_module_forward_function(self, sub_module: nn.Module) -> None:
         if self.passive:  # DeepSpeed's hook after the forward takes it off this stack
