@@ -90,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--zero-stage", type=int, choices=[0, 1, 2], default=None)
+    parser.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], default=None)
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--output", default="demo_output")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")

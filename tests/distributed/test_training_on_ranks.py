@@ -33,7 +33,7 @@ def launch(
         start_new_session=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=240)
+            output, _ = process.communicate(timeout=500)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
