@@ -254,6 +254,33 @@ def check_reward_fn(reward_fn: Any) -> None:
         pass  # Some builtins have no signature; the first call will tell.
 
 
+ANSWERS_REMEDY = "pass the completion_ids that get_action returned for the prompts handed out last"
+
+
+def check_answers(completion_ids: Any, prompts: Sequence[ReasoningPrompts]) -> None:
+    """Check that ``completion_ids`` is a list of tensors of ids, one per prompt.
+
+    Raises:
+        TypeError: It is not.
+        ValueError: There are more or fewer.
+    """
+    if not isinstance(completion_ids, list | tuple):
+        raise TypeError(
+            f"completion_ids must be a list of tensors, got {type(completion_ids).__name__}; "
+            f"{ANSWERS_REMEDY}"
+        )
+    if len(completion_ids) != len(prompts):
+        raise ValueError(
+            f"completion_ids has {len(completion_ids)} entries for the {len(prompts)} prompts "
+            f"handed out; {ANSWERS_REMEDY}"
+        )
+    for index, ids in enumerate(completion_ids):
+        if not isinstance(ids, torch.Tensor) or ids.is_floating_point():
+            raise TypeError(
+                f"completion_ids[{index}] must be a tensor of token ids; {ANSWERS_REMEDY}"
+            )
+
+
 def shorten(value: Any) -> str:
     """``repr(value)``, cut to a length that fits into a message."""
     text = repr(value)

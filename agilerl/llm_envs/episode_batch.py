@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from agilerl.llm_envs.base import ANSWERS_REMEDY, check_answers
 from agilerl.llm_envs.episodes import Episode
 from agilerl.typing import ReasoningPrompts
 
@@ -80,34 +81,24 @@ def checked_answers(
         ValueError: Another number of answers, another shape, not starting with the prompt, nothing
             after it, or too long.
     """
-    remedy = "pass the completion_ids that get_action returned for the prompts handed out last"
-    if not isinstance(completion_ids, list | tuple):
-        raise TypeError(
-            f"completion_ids must be a list of tensors, got {type(completion_ids).__name__}; "
-            f"{remedy}"
-        )
-    if len(completion_ids) != len(prompts):
-        raise ValueError(
-            f"completion_ids has {len(completion_ids)} entries for the {len(prompts)} prompts "
-            f"handed out; {remedy}"
-        )
+    check_answers(completion_ids, prompts)
     answers = []
     for index, (ids, prompt, env) in enumerate(zip(completion_ids, prompts, envs, strict=True)):
-        if not isinstance(ids, torch.Tensor) or ids.is_floating_point():
-            raise TypeError(f"completion_ids[{index}] must be a tensor of token ids; {remedy}")
         if ids.dim() != 2 or ids.shape[0] != 1:
             raise ValueError(
                 f"completion_ids[{index}] has shape {tuple(ids.shape)}, expected (1, T): prompt "
-                f"and one answer; {remedy}, with repeat_prompts=False"
+                f"and one answer; {ANSWERS_REMEDY}, with repeat_prompts=False"
             )
         answer, start = ids.detach().cpu(), prompt["input_ids"].cpu()
         if not torch.equal(answer[:, : start.shape[1]], start):
             raise ValueError(
                 f"completion_ids[{index}] does not start with the {start.shape[1]} tokens of "
-                f"prompt {index}; {remedy}"
+                f"prompt {index}; {ANSWERS_REMEDY}"
             )
         if answer.shape[1] == start.shape[1]:
-            raise ValueError(f"completion_ids[{index}] has no token after its prompt; {remedy}")
+            raise ValueError(
+                f"completion_ids[{index}] has no token after its prompt; {ANSWERS_REMEDY}"
+            )
         length, limit = _length(answer[0], env), getattr(env, "max_model_len", None)
         if limit is not None and length > limit:
             raise ValueError(

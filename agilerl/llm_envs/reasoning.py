@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agilerl.llm.prompts import Conversation, PromptEncoder
-from agilerl.llm_envs.base import PromptBatch, PromptSplit, TrainingOrder, checked_int, process_rank
+from agilerl.llm_envs.base import (
+    ANSWERS_REMEDY,
+    PromptBatch,
+    PromptSplit,
+    TrainingOrder,
+    check_answers,
+    checked_int,
+    process_rank,
+)
 from agilerl.llm_envs.rewards import RewardFunction, RewardPool
 from agilerl.typing import ReasoningPrompts
 
@@ -264,26 +272,14 @@ def _check_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
 
 def _check_completions(completion_ids: Any, prompts: list[ReasoningPrompts]) -> int:
     """Check that completions belong to ``prompts``; returns the group size G."""
-    remedy = "pass the completion_ids that get_action returned for the prompts handed out last"
-    if not isinstance(completion_ids, list | tuple):
-        raise TypeError(
-            f"completion_ids must be a list of tensors, got {type(completion_ids).__name__}; "
-            f"{remedy}"
-        )
-    if len(completion_ids) != len(prompts):
-        raise ValueError(
-            f"completion_ids has {len(completion_ids)} entries for the {len(prompts)} prompts "
-            f"handed out; {remedy}"
-        )
+    check_answers(completion_ids, prompts)
     groups = set()
     for index, (ids, prompt) in enumerate(zip(completion_ids, prompts, strict=True)):
-        if not isinstance(ids, torch.Tensor) or ids.is_floating_point():
-            raise TypeError(f"completion_ids[{index}] must be a tensor of token ids; {remedy}")
         start = prompt["input_ids"]
         if ids.dim() != 2 or ids.shape[0] == 0 or not _starts_with(ids, start):
             raise ValueError(
                 f"completion_ids[{index}] of shape {tuple(ids.shape)} is not a (G, T) tensor whose "
-                f"rows start with the {start.shape[1]} tokens of prompt {index}; {remedy}"
+                f"rows start with the {start.shape[1]} tokens of prompt {index}; {ANSWERS_REMEDY}"
             )
         groups.add(ids.shape[0])
     if len(groups) != 1:

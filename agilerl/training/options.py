@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -133,3 +133,9 @@ class LoopOptions:
                 warnings.warn(
                     f"{name} has no effect without {switch}=True.", UserWarning, stacklevel=5
                 )
+
+
+def options_among(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a training function's arguments that :class:`LoopOptions` has."""
+    names = {option.name for option in fields(LoopOptions)}
+    return {name: value for name, value in values.items() if name in names}

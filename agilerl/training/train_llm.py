@@ -11,7 +11,7 @@ from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training import arguments
 from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
 from agilerl.training.env_maker import EnvMaker
-from agilerl.training.options import LoopOptions
+from agilerl.training.options import LoopOptions, options_among
 from agilerl.training.protocols import Agent, SingleTurnEnv
 from agilerl.training.run import run_training
 from agilerl.training.trackers import require_trackers
@@ -110,25 +110,7 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     arguments.check_population(pop)
     arguments.check_selection(tournament, mutation, evo_steps)
     ranks = arguments.training_ranks(accelerator, pop)
-    options = LoopOptions(
-        max_steps=max_steps,
-        num_epochs=num_epochs,
-        evaluation_interval=evaluation_interval,
-        checkpoint_steps=checkpoint_steps,
-        checkpoint_path=checkpoint_path,
-        keep_checkpoints=keep_checkpoints,
-        resume_from=resume_from,
-        save_elite=save_elite,
-        elite_path=elite_path,
-        max_reward=max_reward,
-        init_hp=init_hp,
-        verbose=verbose,
-        tensorboard=tensorboard,
-        tensorboard_log_dir=tensorboard_log_dir,
-        wb=wb,
-        wandb_kwargs=wandb_kwargs,
-        wandb_api_key=wandb_api_key,
-    )
+    options = LoopOptions(**options_among(locals()))
     require_trackers(tensorboard=tensorboard, wb=wb)
     envs = arguments.check_environments(env, env_fn, len(pop))
     arguments.check_shares(envs, ranks)
@@ -247,26 +229,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     arguments.check_population(pop)
     arguments.check_selection(tournament, mutation, evo_steps)
     ranks = arguments.training_ranks(accelerator, pop)
-    options = LoopOptions(
-        max_steps=max_steps,
-        num_epochs=num_epochs,
-        max_wall_seconds=max_wall_seconds,
-        evaluation_interval=evaluation_interval,
-        checkpoint_steps=checkpoint_steps,
-        checkpoint_path=checkpoint_path,
-        keep_checkpoints=keep_checkpoints,
-        resume_from=resume_from,
-        save_elite=save_elite,
-        elite_path=elite_path,
-        max_reward=max_reward,
-        init_hp=init_hp,
-        verbose=verbose,
-        tensorboard=tensorboard,
-        tensorboard_log_dir=tensorboard_log_dir,
-        wb=wb,
-        wandb_kwargs=wandb_kwargs,
-        wandb_api_key=wandb_api_key,
-    )
+    options = LoopOptions(**options_among(locals()))
     require_trackers(tensorboard=tensorboard, wb=wb)
     arguments.check_count("groups_per_iteration", groups_per_iteration)
     arguments.check_count("train_seeds", train_seeds)
