@@ -25,8 +25,9 @@ from agilerl.llm.batch import make_batch
 from agilerl.llm.config import AdvantageConfig, ForwardConfig, LossConfig, SamplingConfig
 from agilerl.llm.generation.hf import HFGenerator
 from agilerl.llm.losses import policy_loss, reduction_weights
-from agilerl.llm.policy import Policy, SharedBase, scatter_actions
+from agilerl.llm.policy import Policy, scatter_actions
 from agilerl.llm.prompts import PromptEncoder
+from agilerl.llm.shared_base import SharedBase
 from agilerl.testing import (
     SPELL_BACKWARD_CONVERSATION,
     load_bundled_model,

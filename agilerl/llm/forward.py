@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agilerl.llm.batch import Batch
 from agilerl.llm.config import ForwardConfig
+from agilerl.llm.probes import equal_up_to_rounding
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +101,7 @@ def supports_shared_prefixes(decoder: nn.Module, vocab_size: int) -> bool:
     except Exception as error:  # noqa: BLE001 - any failure of an unknown architecture has the same remedy: plain rows
         logger.info("shared prefixes are off for %s: %s", type(decoder).__name__, error)
         return False
-    tolerance = 1e-3 if plain.dtype in (torch.float32, torch.float64) else 5e-2
-    close = bool(((shared - plain).abs().max() <= tolerance * plain.abs().max()).item())
+    close = equal_up_to_rounding(shared, plain)
     if not close:
         logger.info(
             "shared prefixes are off for %s: they differ from plain rows", type(decoder).__name__

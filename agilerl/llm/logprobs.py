@@ -16,37 +16,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from agilerl.llm.head import LogitHead
+
 # A tile that fits the processor's cache is fastest on CPU; larger ones fill an accelerator better.
 TILE_BYTES = {"cpu": 16 * 2**20}
 DEFAULT_TILE_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True)
-class LogitHead:
-    """How a model turns hidden states into logits."""
-
-    module: nn.Module
-    """The output embedding, as it stands in the model (possibly wrapped by PEFT)."""
-    weight: torch.Tensor | None
-    """``(V, D)`` weight when the head is a frozen plain linear layer, else None."""
-    bias: torch.Tensor | None
-    scale: float = 1.0
-    """Factor on the logits: Cohere's ``logit_scale``, one over Granite's ``logits_scaling``."""
-    softcap: float | None = None
-    """``cap * tanh(logits / cap)`` (Gemma's ``final_logit_softcapping``)."""
-    vocab_size: int = 0
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``(N, D)`` hidden states to ``(N, V)`` logits, before any temperature."""
-        if self.weight is None:
-            logits = self.module(hidden)
-        else:
-            logits = nn.functional.linear(hidden, self.weight, self.bias)
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import torch
 from peft import LoraConfig
 
 from agilerl.llm.config import SamplingConfig
-from agilerl.llm.policy import Policy, SharedBase
+from agilerl.llm.policy import Policy
+from agilerl.llm.shared_base import SharedBase
 
 VOCAB = 97
 EOS = 1

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from agilerl.llm.batch import Batch, make_batch
 from agilerl.llm.config import ForwardConfig
-from agilerl.llm.policy import Policy, SharedBase
+from agilerl.llm.policy import Policy
+from agilerl.llm.shared_base import SharedBase
 
 PLAIN = ForwardConfig(temperature=0.9, micro_batch_size=64, share_prefixes=False)
 

@@ -10,10 +10,11 @@ from generation_helpers import EOS, policy_of, prompts_of, sampling_of
 from model_families import FAMILIES, UNSHARED_FAMILIES, make_family
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from agilerl.algorithms import GRPO
 from agilerl.llm.generation.cache import GrowingLayer
 from agilerl.llm.generation.decode import Decode
 from agilerl.llm.generation.hf import HFGenerator, check_cache, new_token_limit
-from agilerl.llm.logprobs import LogitHead
+from agilerl.llm.head import LogitHead
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
 
@@ -226,6 +227,13 @@ def test_a_model_that_keeps_another_state_is_refused(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_supported_family_passes_the_check(family: str) -> None:
     check_cache(make_family(family))
+
+
+def test_a_model_in_training_mode_is_checked_without_its_dropout() -> None:
+    model = make_family("gpt2").train()
+    assert model.config.attn_pdrop > 0
+    agent = GRPO(pad_token_id=0, pad_token="", actor_network=model, max_model_len=15)
+    assert not agent.policy.base.model.training
 
 
 def test_infinite_logits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ from peft import LoraConfig
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agilerl.llm.logprobs import LogitHead, TokenLogProbs, token_logprobs
-from agilerl.llm.policy import Policy, SharedBase, find_head
+from agilerl.llm.head import LogitHead, find_head
+from agilerl.llm.logprobs import TokenLogProbs, token_logprobs
+from agilerl.llm.policy import Policy
+from agilerl.llm.shared_base import SharedBase
 from agilerl.testing import tiny_model
 
 V, D = 53, 12

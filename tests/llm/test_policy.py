@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from model_families import FAMILIES, make_family
 from peft.tuners.tuners_utils import BaseTunerLayer
 from rollout_helpers import PLAIN, lora, random_batch, random_policy, randomise
 from torch import nn
 
 from agilerl.llm.adapters import adapter_parameters
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.policy import (
-    Policy,
-    SharedBase,
-    check_head,
-    find_head,
-    load_base,
-    scatter_actions,
-)
+from agilerl.llm.policy import Policy, scatter_actions
+from agilerl.llm.shared_base import SharedBase
 from agilerl.testing import tiny_model
 
 
@@ -235,18 +227,6 @@ def test_scatter_actions_is_differentiable() -> None:
     assert values.grad.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_the_same_path_is_loaded_once_while_in_use(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path)
-    first = load_base(str(tmp_path), {"dtype": torch.float32}, "cpu")
-    assert load_base(str(tmp_path), {"dtype": torch.float32}, "cpu") is first
-    assert load_base(str(tmp_path), {"dtype": torch.bfloat16}, "cpu") is not first
-
-
-def test_a_model_without_a_head_is_refused() -> None:
-    with pytest.raises(ValueError, match="no output embedding"):
-        find_head(tiny_model().base_model)
-
-
 def test_parameters_keep_their_order_and_carry_no_slot_name() -> None:
     model = tiny_model()
     first, second = random_policy(model), random_policy(model)
@@ -284,22 +264,3 @@ def test_another_agent_cannot_act_inside_a_rollout() -> None:
     first, second = random_policy(model), random_policy(model, seed=7)
     with first.rollout_weights(), pytest.raises(RuntimeError, match="one agent of a base"):
         second.activate("actor")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_head_is_read_as_the_model_means_it(family: str) -> None:
-    check_head(make_family(family))
-
-
-def test_a_head_with_an_unknown_scale_is_refused() -> None:
-    model = make_family("granite")
-    forward = model.forward
-
-    def scaled(*args: object, **kwargs: object) -> object:
-        output = forward(*args, **kwargs)
-        output.logits = output.logits * 3
-        return output
-
-    model.forward = scaled
-    with pytest.raises(ValueError, match=r"GraniteForCausalLM.*not supported"):
-        SharedBase.of(model)

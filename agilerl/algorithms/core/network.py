@@ -22,7 +22,8 @@ from agilerl.llm.engine.partition_facts import (
 from agilerl.llm.engine.ranks import Ranks, ranks_of
 from agilerl.llm.generation.hf import check_cache
 from agilerl.llm.lora_merge import check_same_config, load_adapter
-from agilerl.llm.policy import Policy, SharedBase, load_base
+from agilerl.llm.policy import Policy
+from agilerl.llm.shared_base import SharedBase, load_base
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -62,10 +63,11 @@ def build_policy(agent: LLMAlgorithm, network: PreTrainedModel | PeftModel | Non
     model, start = plain_model(network)
     check_pad_token(agent.pad_token_id, model)
     place_model(model, torch.device(agent.device))
-    if not partitioned:  # else done when the weights were whole
+    if not partitioned:
         check_same_weights(model, ranks_of(agent.accelerator))
+    base = SharedBase.of(model)  # in evaluation mode from now on
+    if not partitioned:  # else done when the weights were whole
         check_cache(model)
-    base = SharedBase.of(model)
     lora_config = resolve_lora_config(agent.lora_config, start, model, agent.lora_target_scope)
     if partitions_base(agent.accelerator) and not partitioned:
         base.partition_over(ranks_of(agent.accelerator), offload=offloads_base(agent.accelerator))

@@ -24,7 +24,8 @@ from agilerl.llm import checkpoint, lora_merge
 from agilerl.llm.atomic_directory import complete_directory
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.engine.ranks import Ranks, ranks_of
-from agilerl.llm.policy import Policy, load_base
+from agilerl.llm.policy import Policy
+from agilerl.llm.shared_base import load_base
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

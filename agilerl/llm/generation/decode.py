@@ -20,7 +20,7 @@ from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation.attention import single_query_attention
 from agilerl.llm.generation.cache import CACHE_BLOCK, GrowingLayer, LayerTensors
 from agilerl.llm.generation.sampling import next_tokens, penalise, scaled_logps
-from agilerl.llm.logprobs import LogitHead
+from agilerl.llm.head import LogitHead
 
 # Finished rows leave once they are this share of the batch; moving the cache for each one would
 # cost more.

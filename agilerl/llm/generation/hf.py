@@ -22,6 +22,7 @@ from agilerl.llm.generation import Completions
 from agilerl.llm.generation.cache import CACHE_BLOCK, KeptRows, Place, id_bytes
 from agilerl.llm.generation.decode import Decode, Decoded
 from agilerl.llm.policy import Policy
+from agilerl.llm.probes import equal_up_to_rounding
 
 _NO_CACHE = (
     "{} cannot be continued from keys and values alone (linear attention, Mamba and other "
@@ -34,6 +35,9 @@ DEFAULT_CHUNK_SIZE = 256
 def check_cache(model: PreTrainedModel) -> None:
     """Check on a few tokens that a model continues exactly from the keys and values of a prefix.
 
+    Args:
+        model: In evaluation mode: with dropout no two forwards are the same.
+
     Raises:
         ValueError: It does not, as where layers keep another state (linear attention, Mamba).
     """
@@ -45,9 +49,7 @@ def check_cache(model: PreTrainedModel) -> None:
         whole = decoder(input_ids=ids, use_cache=False).last_hidden_state[:, -1]
         decoder(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True)
         resumed = decoder(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
-        difference = (resumed.last_hidden_state[:, -1] - whole).abs().max()
-        tolerance = 1e-3 if whole.dtype in (torch.float32, torch.float64) else 5e-2
-        exact = bool(difference <= tolerance * whole.abs().max())
+        exact = equal_up_to_rounding(resumed.last_hidden_state[:, -1], whole)
     except Exception as error:
         raise ValueError(_NO_CACHE.format(type(model).__name__)) from error
     if not exact:

@@ -1,0 +1,82 @@
+"""How a model makes logits from hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from agilerl.llm.probes import equal_up_to_rounding
+
+
+@dataclass(frozen=True)
+class LogitHead:
+    """How a model turns hidden states into logits."""
+
+    module: nn.Module
+    """The output embedding, as it stands in the model (possibly wrapped by PEFT)."""
+    weight: torch.Tensor | None
+    """``(V, D)`` weight when the head is a frozen plain linear layer, else None."""
+    bias: torch.Tensor | None
+    scale: float = 1.0
+    """Factor on the logits: Cohere's ``logit_scale``, one over Granite's ``logits_scaling``."""
+    softcap: float | None = None
+    """``cap * tanh(logits / cap)`` (Gemma's ``final_logit_softcapping``)."""
+    vocab_size: int = 0
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``(N, D)`` hidden states to ``(N, V)`` logits, before any temperature."""
+        if self.weight is None:
+            logits = self.module(hidden)
+        else:
+            logits = nn.functional.linear(hidden, self.weight, self.bias)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+def find_head(model: PreTrainedModel) -> LogitHead:
+    """Read off a causal LM how it makes logits: output embedding, scale and soft cap."""
+    module = model.get_output_embeddings()
+    if module is None:
+        raise ValueError(
+            f"{type(model).__name__} has no output embedding; pass a causal language model"
+        )
+    config = model.config.get_text_config()
+    scale = 1.0
+    if getattr(config, "logit_scale", None) is not None:
+        scale *= config.logit_scale
+    if getattr(config, "logits_scaling", None) is not None:
+        scale /= config.logits_scaling
+    plain = type(module) is nn.Linear and not module.weight.requires_grad
+    return LogitHead(
+        module=module,
+        weight=module.weight if plain else None,
+        bias=module.bias if plain else None,
+        scale=scale,
+        softcap=getattr(config, "final_logit_softcapping", None),
+        vocab_size=config.vocab_size,
+    )
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Compare, on a few tokens, the head as :func:`find_head` read it with the model's own logits.
+
+    Raises:
+        ValueError: If they differ: the model makes its logits in a way unknown here.
+    """
+    ids = torch.arange(1, 5, device=next(model.parameters()).device)[None]
+    ids = ids % model.config.get_text_config().vocab_size
+    expected = model(input_ids=ids, use_cache=False).logits[0]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    made = find_head(model).logits(hidden)
+    if not equal_up_to_rounding(made, expected):
+        raise ValueError(
+            f"{type(model).__name__} makes logits from hidden states in a way that is not "
+            "supported: output embedding, logit scale and soft cap do not give model(...).logits"
+        )
