@@ -1,33 +1,46 @@
 """Checkpoints on disk: what each cell of the grid holds, written atomically, loaded without code.
 
-=========  ==============  ====================================================================
-lora_only  save_optimizer  content
-=========  ==============  ====================================================================
-True       True            ``<role>/`` PEFT directories; ``attributes.pt`` with optimizer state
-True       False           ``<role>/`` PEFT directories; ``attributes.pt``
-False      True            ``attributes.pt`` with the full actor and optimizer state
-False      False           ``attributes.pt`` with the full actor
-=========  ==============  ====================================================================
+=========  ==============  =========  ==========================================================
+lora_only  save_optimizer  ZeRO 2, 3  on disk
+=========  ==============  =========  ==========================================================
+True       True            no         ``<role>/``; ``attributes.pt`` with the optimizer
+True       False           no         ``<role>/``; ``attributes.pt``
+False      True            no         ``attributes.pt`` with the full actor and the optimizer
+False      False           no         ``attributes.pt`` with the full actor
+True       True            yes        ``<role>/``; ``attributes.pt``; ``save_checkpoint/``
+True       False           yes        ``<role>/``; ``attributes.pt``
+False      True            yes        ``attributes.pt`` with the full actor; ``save_checkpoint/``
+False      False           yes        ``attributes.pt`` with the full actor
+=========  ==============  =========  ==========================================================
 
-``attributes.pt`` always holds the agent's attributes, as numbers, strings, lists and tensors only.
+``<role>/`` are PEFT directories, ``save_checkpoint/`` holds the optimizer in one file per process
+(:mod:`agilerl.llm.optimizer_shards`). ``attributes.pt`` always holds the agent's attributes, as
+numbers, strings, lists and tensors only. Every cell loads into every agent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
-from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
+from agilerl.llm.adapter_files import adapter_state_dict, save_adapter
 from agilerl.llm.atomic_directory import atomic_directory, complete_directory
+from agilerl.llm.base_weights import base_state_dict
+from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.engine.ranks import Ranks
+from agilerl.llm.optimizer_shards import read_shards, write_shard
+from agilerl.llm.policy import Policy
+
+if TYPE_CHECKING:
+    from agilerl.llm.engine.zero import ZeroEngine
 
 ATTRIBUTES_FILE = "attributes.pt"
-ADAPTER_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 FORMAT = 1
 ROLES = ("actor", "reference", "critic")
 REQUIRED: Mapping[str, type] = {
@@ -46,45 +59,135 @@ REQUIRED_IF_FULL: Mapping[str, type] = {
 }
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint is made from."""
+
+    policy: Policy
+    engine: LocalEngine
+    ranks: Ranks
+    """The processes that save together."""
+
+
+def _nothing(folder: Path) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one part of a checkpoint comes to on this process."""
+
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """For ``attributes.pt``; rank 0's count."""
+    write: Callable[[Path], None] = _nothing
+    """Writes this process's files below a folder."""
+
+
+Collect: TypeAlias = Callable[[Saved], Part]
+"""Reads one part off the agent; all ranks together. Files are written later, by each rank alone."""
+
+
+def adapter_folders(saved: Saved) -> Part:
+    """A PEFT directory per role."""
+    if saved.ranks.rank > 0:
+        return Part()
+
+    def write(folder: Path) -> None:
+        for role, slot in saved.policy.slots.items():
+            save_adapter(saved.policy.model, slot, folder / role)
+
+    return Part(write=write)
+
+
+def full_actor(saved: Saved) -> Part:
+    """Base and adapters, and the configurations that the base is rebuilt from."""
+    model, slots = saved.policy.model, saved.policy.slots
+    with saved.policy.base.whole():
+        if saved.ranks.rank > 0:
+            return Part()
+        state = base_state_dict(model) | adapter_state_dict(model, slots["actor"])
+    others = {role: slot for role, slot in slots.items() if role != "actor"}
+    base = model.get_base_model()
+    generation = base.generation_config or GenerationConfig()
+    return Part(
+        {
+            "actor_state_dict": state,
+            "adapter_state_dicts": {r: adapter_state_dict(model, s) for r, s in others.items()},
+            "model_config": base.config.to_json_string(use_diff=False),
+            # It decides which tokens end a completion, and need not be what the config implies.
+            "generation_config": generation.to_json_string(use_diff=False),
+        }
+    )
+
+
+def whole_optimizer(saved: Saved) -> Part:
+    """Optimizer and schedule."""
+    return Part({"optimizer": saved.engine.state_dict()})
+
+
+def sharded_optimizer(saved: Saved) -> Part:
+    """The same, with every process's moments in a file of its own."""
+    engine, ranks = cast("ZeroEngine", saved.engine), saved.ranks
+    shard = engine.shard()
+    return Part(
+        {"optimizer": engine.settings_dict(), "optimizer_shards": ranks.count},
+        lambda folder: write_shard(folder, ranks.rank, shard),
+    )
+
+
+GRID: Mapping[tuple[bool, bool, bool], tuple[Collect, ...]] = {
+    # lora_only, save_optimizer, whether the engine's optimizer is sharded
+    (True, True, False): (adapter_folders, whole_optimizer),
+    (True, False, False): (adapter_folders,),
+    (False, True, False): (full_actor, whole_optimizer),
+    (False, False, False): (full_actor,),
+    (True, True, True): (adapter_folders, sharded_optimizer),
+    (True, False, True): (adapter_folders,),
+    (False, True, True): (full_actor, sharded_optimizer),
+    (False, False, True): (full_actor,),
+}
+
+
 def save_checkpoint(
     path: Path,
-    attributes: dict[str, Any],
+    attributes: Mapping[str, Any],
+    saved: Saved,
     *,
-    adapters: dict[str, str],
-    model: PeftModel,
     lora_only: bool,
-    optimizer: dict[str, Any] | None,
+    save_optimizer: bool,
 ) -> None:
-    """Write one cell of the grid.
+    """Write one cell of the grid; all ranks together, on storage that all of them see.
 
     Args:
         path: Directory to write; an existing checkpoint there is replaced.
         attributes: What is always saved.
-        adapters: PEFT slot by role.
-        model: The PEFT model.
+        saved: What the rest is read off.
         lora_only: Adapters as PEFT directories, or the full actor inside ``attributes.pt``.
-        optimizer: The engine's state, or None to leave it out.
+        save_optimizer: Whether optimizer and schedule are saved.
+
+    Raises:
+        FileExistsError: If ``path`` holds something that is not a checkpoint.
     """
-    content = {"format": FORMAT, **attributes, "lora_only": lora_only, "roles": list(adapters)}
-    if optimizer is not None:
-        content["optimizer"] = optimizer
-    if not lora_only:
-        content["actor_state_dict"] = full_state_dict(model, adapters["actor"])
-        content["adapter_state_dicts"] = {
-            role: adapter_state_dict(model, slot)
-            for role, slot in adapters.items()
-            if role != "actor"
-        }
-        base = model.get_base_model()
-        generation = base.generation_config or GenerationConfig()
-        content["model_config"] = base.config.to_json_string(use_diff=False)
-        # It decides which tokens end a completion, and need not be what the config implies.
-        content["generation_config"] = generation.to_json_string(use_diff=False)
-    with atomic_directory(path, ATTRIBUTES_FILE) as folder:
-        if lora_only:
-            for role, slot in adapters.items():
-                save_adapter(model, slot, folder / role)
-        torch.save(content, folder / ATTRIBUTES_FILE)
+    ranks = saved.ranks
+    cell = GRID[lora_only, save_optimizer, saved.engine.sharded]
+    parts = [collect(saved) for collect in cell]
+    content = {"format": FORMAT, **attributes, "lora_only": lora_only}
+    content["roles"] = list(saved.policy.slots)
+    for part in parts:
+        content |= part.attributes
+
+    def write(folder: Path) -> None:
+        for part in parts:
+            part.write(folder)
+        if ranks.rank == 0:
+            torch.save(content, folder / ATTRIBUTES_FILE)
+
+    with contextlib.ExitStack() as directory:  # rank 0's
+        folder = ranks.first(
+            lambda: directory.enter_context(atomic_directory(path, ATTRIBUTES_FILE))
+        )
+        ranks.together(lambda: write(folder))
+        ranks.first(directory.close)
 
 
 def load_attributes(path: Path) -> dict[str, Any]:
@@ -123,71 +226,29 @@ def load_attributes(path: Path) -> dict[str, Any]:
     return content
 
 
-def save_adapter(model: PeftModel, slot: str, folder: Path) -> None:
-    """Write one adapter as a plain PEFT directory."""
-    folder.mkdir(parents=True)
-    save_file(adapter_state_dict(model, slot), folder / ADAPTER_FILE, metadata={"format": "pt"})
-    model.peft_config[slot].save_pretrained(folder, inference_mode=True)
+def load_optimizer(path: Path, attributes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Optimizer and schedule in the form that every engine loads; None if none were saved.
 
-
-def load_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
-    """Config and tensors of a PEFT directory, whoever wrote it.
+    Args:
+        path: The checkpoint.
+        attributes: Its :func:`load_attributes`.
 
     Raises:
-        FileNotFoundError: If it holds no adapter.
-        ValueError: If one of its files is damaged, or the adapter is not LoRA.
+        ValueError: If a process's file is missing or damaged.
     """
-    for name in (ADAPTER_FILE, CONFIG_FILE):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(
-                f"{folder} holds no {name}; pass a directory written by save_checkpoint or by "
-                "PEFT's save_pretrained (with safetensors)"
-            )
+    state: dict[str, Any] | None = attributes.get("optimizer")
+    processes = attributes.get("optimizer_shards")
+    if state is None or processes is None:
+        return state
     try:
-        tensors = load_file(folder / ADAPTER_FILE)
+        (group,) = state["optimizer"]["param_groups"]
+        parameters = len(group["params"])
+        if not isinstance(processes, int) or processes < 1:
+            raise ValueError(f"it is of {processes!r} processes")
     except Exception as error:
         raise ValueError(
-            f"{folder / ADAPTER_FILE} is damaged ({error}); use another checkpoint"
+            f"the optimizer of {path} is damaged ({error!r}); use another checkpoint, or load "
+            "without load_optimizer"
         ) from error
-    try:
-        config = PeftConfig.from_pretrained(str(folder))
-    except Exception as error:
-        raise ValueError(
-            f"{folder / CONFIG_FILE} is damaged ({error!r}); use another checkpoint"
-        ) from error
-    if not isinstance(config, LoraConfig):
-        raise ValueError(
-            f"{folder} holds a {type(config).__name__}; only LoRA adapters can be loaded"
-        )
-    return config, tensors
-
-
-def adapter_state_dict(model: PeftModel, slot: str) -> dict[str, torch.Tensor]:
-    """One adapter's tensors by PEFT's names, on the CPU."""
-    state = get_peft_model_state_dict(model, adapter_name=slot, save_embedding_layers=False)
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-
-
-def full_state_dict(model: PeftModel, slot: str) -> dict[str, torch.Tensor]:
-    """The base under its own names, plus the actor's adapter under PEFT's."""
-    return {**base_state_dict(model), **adapter_state_dict(model, slot)}
-
-
-def base_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
-    """The frozen base's tensors under the names they have without PEFT, on the CPU."""
-    return {
-        name: tensor.detach().cpu().contiguous() for name, tensor in base_tensors(model).items()
-    }
-
-
-def base_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
-    """The same, as they are in the model."""
-    slots = set(model.peft_config)
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in model.get_base_model().state_dict().items():
-        parts = name.split(".")
-        if slots.isdisjoint(parts):
-            found[
-                ".".join(part for part in parts if part not in ("base_layer", "original_module"))
-            ] = tensor
-    return found
+    moments = read_shards(complete_directory(path, ATTRIBUTES_FILE), processes, parameters)
+    return {**state, "optimizer": {**state["optimizer"], "state": moments}}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from agilerl.algorithms import GRPO
 from agilerl.llm.atomic_directory import atomic_directory
-from agilerl.llm.checkpoint import base_state_dict
+from agilerl.llm.base_weights import base_state_dict
 from agilerl.llm.config import CosineLRScheduleConfig
 
 MARKER = "attributes.pt"

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
 from agilerl.llm.adapters import default_lora_config, scope_lora_config
-from agilerl.llm.checkpoint import adapter_state_dict
+from agilerl.llm.adapter_files import adapter_state_dict
 from agilerl.llm.engine.partition_facts import (
     full_shape,
     is_partitioned,

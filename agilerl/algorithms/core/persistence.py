@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,10 +21,11 @@ from agilerl.algorithms.core.plain_values import (
     encode_value,
 )
 from agilerl.llm import checkpoint, lora_merge
+from agilerl.llm.adapter_files import ADAPTER_FILE, LoadedAdapter, load_adapter
 from agilerl.llm.atomic_directory import complete_directory
+from agilerl.llm.base_weights import adapter_part, base_part, changed_base, overwrite_base
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.engine.ranks import Ranks, ranks_of
-from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import load_base
 
 if TYPE_CHECKING:
@@ -37,32 +38,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LoadedAdapter:
-    """An adapter read from disk."""
-
-    config: LoraConfig
-    tensors: dict[str, torch.Tensor]
-    """By PEFT's names, without the adapter's."""
-
-
 def save(agent: LLMAlgorithm, path: Path, *, lora_only: bool, save_optimizer: bool) -> None:
-    """Write one cell of the checkpoint grid; all ranks together, rank 0 writes."""
+    """Write one cell of the checkpoint grid; all ranks together."""
     ranks = ranks_of(agent.accelerator)
-    optimizer = agent.engine.state_dict() if save_optimizer else None
     attributes = _attributes(agent)
     attributes["rng_states"] = ranks.gather(attributes["rng_state"])
-    with nullcontext() if lora_only else agent.policy.base.whole():
-        ranks.first(
-            lambda: checkpoint.save_checkpoint(
-                path,
-                attributes,
-                adapters=agent.policy.slots,
-                model=agent.policy.model,
-                lora_only=lora_only,
-                optimizer=optimizer,
-            )
-        )
+    checkpoint.save_checkpoint(
+        path,
+        attributes,
+        checkpoint.Saved(agent.policy, agent.engine, ranks),
+        lora_only=lora_only,
+        save_optimizer=save_optimizer,
+    )
     agent.health.last_checkpoint = str(path)
 
 
@@ -82,17 +69,20 @@ def load_into(
         FileNotFoundError: If there is no checkpoint, or it lacks a file.
         ValueError: If it is damaged, or does not fit the agent.
     """
-    saved, attributes = read(path)
+    saved, attributes, optimizer = ranks_of(agent.accelerator).together(
+        lambda: read(path, load_optimizer)
+    )
     roles = {"actor": saved["actor"]}
     if "reference" in agent.policy.slots:
         own = saved.get("reference")
         roles["reference"] = saved["actor"] if reference_from_actor or own is None else own
-    base = _changed_base(agent.policy, attributes.get("actor_state_dict"))
+    full = attributes.get("actor_state_dict")
+    base = {} if full is None else changed_base(agent.policy, full)
     merged = _merged_config(agent, roles, merge)
-    optimizer = attributes.get("optimizer") if load_optimizer and merged is None else None
     rebuilt: AbstractContextManager[None] = nullcontext()
     if merged is not None:
         rebuilt = lora_merge.rebuilt_adapters(agent.policy, merged, agent.seed)
+        optimizer = None
     # All that may be refused is refused in here, before the first weight is written.
     with rebuilt:
         fitted = {
@@ -101,11 +91,12 @@ def load_into(
         }
         engine = None if optimizer is None else restored_engine(agent, optimizer)
 
-    _write_base(agent.policy, base)
+    overwrite_base(agent.policy, base)
     for role, tensors in fitted.items():
         lora_merge.write_adapter(agent.policy, role, tensors)
     agent.lora_config = agent.policy.lora_config
     if engine is not None:
+        agent.engine.close()
         agent.engine = engine
     elif load_optimizer or merged is not None:
         agent.reinit_optimizers()
@@ -187,24 +178,42 @@ def _attributes(agent: LLMAlgorithm) -> dict[str, Any]:
     }
 
 
-def read(path: Path) -> tuple[dict[str, LoadedAdapter], dict[str, Any]]:
-    """The adapters by role, and the attributes; a plain PEFT directory has an actor only."""
-    if (path / checkpoint.ADAPTER_FILE).is_file():
-        return {"actor": LoadedAdapter(*checkpoint.load_adapter(path))}, {}
+def read(
+    path: Path, load_optimizer: bool
+) -> tuple[dict[str, LoadedAdapter], dict[str, Any], dict[str, Any] | None]:
+    """The adapters by role, the attributes, and the optimizer if asked for and there.
+
+    A plain PEFT directory has an actor only.
+    """
+    if (path / ADAPTER_FILE).is_file():
+        return {"actor": load_adapter(path)}, {}, None
     attributes = checkpoint.load_attributes(path)
-    if attributes["lora_only"]:
-        folder = complete_directory(path, checkpoint.ATTRIBUTES_FILE)
-        roles = attributes["roles"]
-        return {r: LoadedAdapter(*checkpoint.load_adapter(folder / r)) for r in roles}, attributes
+    adapters = ADAPTERS_OF[attributes["lora_only"]](path, attributes)
+    optimizer = checkpoint.load_optimizer(path, attributes) if load_optimizer else None
+    return adapters, attributes, optimizer
+
+
+def _from_folders(path: Path, attributes: Mapping[str, Any]) -> dict[str, LoadedAdapter]:
+    folder = complete_directory(path, checkpoint.ATTRIBUTES_FILE)
+    return {role: load_adapter(folder / role) for role in attributes["roles"]}
+
+
+def _from_full_actor(path: Path, attributes: Mapping[str, Any]) -> dict[str, LoadedAdapter]:
     config = decode_arguments(attributes["arguments"]).get("lora_config")
-    full = attributes["actor_state_dict"]
-    states = {"actor": {n: t for n, t in full.items() if n not in _base_part(full)}}
+    states = {"actor": adapter_part(attributes["actor_state_dict"])}
     states |= attributes["adapter_state_dicts"]
     if config is None or not all(isinstance(state, dict) for state in states.values()):
         raise ValueError(
             f"{path} is damaged: it lacks its lora_config or an adapter; use another checkpoint"
         )
-    return {role: LoadedAdapter(config, tensors) for role, tensors in states.items()}, attributes
+    return {role: LoadedAdapter(config, tensors) for role, tensors in states.items()}
+
+
+ADAPTERS_OF: Mapping[bool, Callable[[Path, Mapping[str, Any]], dict[str, LoadedAdapter]]] = {
+    # lora_only, as it was saved
+    True: _from_folders,
+    False: _from_full_actor,
+}
 
 
 def _merged_config(
@@ -236,71 +245,18 @@ def restored_engine(agent: LLMAlgorithm, state: Any) -> LocalEngine:
             if value.dim()  # but for the count of steps
         )
     except Exception as error:  # whatever torch runs into in content that is not its own
+        engine.close()
         raise ValueError(
             f"the checkpoint's optimizer state is damaged, or that of another model ({error!r}); "
             "load without load_optimizer, or use another checkpoint"
         ) from error
     if not fits:
+        engine.close()
         raise ValueError(
             "the checkpoint's optimizer state is that of another model: its moments have other "
             "shapes than this agent's parameters; load without load_optimizer"
         )
     return engine
-
-
-def _changed_base(policy: Policy, state: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-    """What of a full checkpoint's base differs from the agent's.
-
-    Raises:
-        ValueError: If it is the base of another model, or differs from one that is partitioned.
-    """
-    if state is None:
-        return {}
-    with policy.base.whole():
-        changed = _differing_base(policy, state)
-    if changed and policy.base.partition is not None:
-        raise ValueError(
-            f"the checkpoint's base weights differ from the agent's ({sorted(changed)[:4]}), and "
-            "with ZeRO stage 3 these cannot be overwritten; make the agent with load(path), which "
-            "takes the base from the checkpoint"
-        )
-    return changed
-
-
-def _differing_base(policy: Policy, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    saved, live = _base_part(state), checkpoint.base_tensors(policy.model)
-    if saved.keys() != live.keys():
-        raise ValueError(
-            "the checkpoint's base model is another one than the agent's: they differ in "
-            f"{sorted(saved.keys() ^ live.keys())[:4]}"
-        )
-    for name, tensor in live.items():
-        shape = getattr(saved[name], "shape", None)
-        if shape != tensor.shape:
-            raise ValueError(
-                f"the checkpoint's base model is another one than the agent's: {name} is "
-                f"{shape and tuple(shape)}, not {tuple(tensor.shape)}"
-            )
-    return {n: saved[n] for n, t in live.items() if not torch.equal(t.cpu(), saved[n].to(t.dtype))}
-
-
-@torch.no_grad()
-def _write_base(policy: Policy, changed: dict[str, torch.Tensor]) -> None:
-    """Write base weights that differ into the shared base."""
-    if not changed:
-        return
-    logger.warning(
-        "%d base tensors are overwritten from the checkpoint, for all agents on this base",
-        len(changed),
-    )
-    live = checkpoint.base_tensors(policy.model)
-    for name, tensor in changed.items():
-        live[name].copy_(tensor)
-
-
-def _base_part(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What of a full actor is not adapter: PEFT's names all start with ``base_model.``."""
-    return {name: tensor for name, tensor in state.items() if not name.startswith("base_model.")}
 
 
 def _base_from(
@@ -329,7 +285,7 @@ def _base_from(
 
 
 def _base_from_state(attributes: dict[str, Any]) -> PreTrainedModel:
-    state = _base_part(attributes["actor_state_dict"])
+    state = base_part(attributes["actor_state_dict"])
     content = json.loads(attributes["model_config"])
     config = AutoConfig.for_model(content.pop("model_type"), **content)
     dtype = decode_value(attributes.get("base_dtype"))

@@ -87,17 +87,22 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
         DamagedCheckpointError: If a file is missing or damaged.
         ValueError: If it is a checkpoint of an agent of another kind, index or adapter.
     """
+    ranks = ranks_of(agent.accelerator)
     try:
-        saved, attributes = persistence.read(path)
+        saved, attributes, optimizer = ranks.together(
+            lambda: persistence.read(path, load_optimizer=True)
+        )
     except (ValueError, FileNotFoundError) as error:
         raise DamagedCheckpointError(str(error)) from error
+    if optimizer is None:
+        raise ValueError(f"{path} holds no optimizer state; save it with save_optimizer=True")
     _check_identity(agent, path, attributes, set(saved))
     for adapter in saved.values():
         lora_merge.check_same_config(agent.policy.lora_config, adapter.config)
     settings = _settings(agent, attributes["arguments"])
     with _having(agent, settings):
-        engine = persistence.restored_engine(agent, attributes["optimizer"])
-    _restore_rates(engine, attributes["optimizer"])
+        engine = persistence.restored_engine(agent, optimizer)
+    _restore_rates(engine, optimizer)
     return SavedAgent(
         agent=agent,
         path=path,
@@ -107,7 +112,7 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
         },
         settings=settings,
         history=_history(agent, path, attributes["history"]),
-        rng=_generator(path, persistence.own_rng_state(attributes, ranks_of(agent.accelerator))),
+        rng=_generator(path, persistence.own_rng_state(attributes, ranks)),
         engine=engine,
         bad_steps=int(attributes.get("bad_steps", 0)),
     )
@@ -116,8 +121,6 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
 def _check_identity(
     agent: LLMAlgorithm, path: Path, attributes: Mapping[str, Any], roles: set[str]
 ) -> None:
-    if "optimizer" not in attributes:
-        raise ValueError(f"{path} holds no optimizer state; save it with save_optimizer=True")
     pairs: dict[str, tuple[Any, Any]] = {
         "algorithm": (attributes["algo"], agent.algo),
         "index": (attributes["history"].get("index"), agent.index),

@@ -56,6 +56,8 @@ class LocalEngine:
     """
 
     lockstep = False
+    sharded = False
+    """Whether checkpoints keep the optimizer in one file per process."""
 
     def __init__(
         self,

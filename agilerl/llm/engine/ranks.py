@@ -43,17 +43,24 @@ class Ranks:
 
         An exception there is raised on every rank, so that all go on from the same place.
         """
+        value = self.together(lambda: action() if self.rank == 0 else None)
+        return cast(T, self.gather(value)[0])
+
+    def together(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns on this rank; every rank runs it, and none communicates in it.
+
+        An exception on any rank is raised on every rank, so that all go on from the same place.
+        """
         value, error = None, None
-        if self.rank == 0:
-            try:
-                value = action()
-            except Exception as raised:
-                if self.count == 1:
-                    raise
-                error = raised
-        value, error = self.gather((value, error))[0]
-        if error is not None:
-            raise error
+        try:
+            value = action()
+        except Exception as raised:
+            if self.count == 1:
+                raise
+            error = raised
+        errors = [raised for raised in self.gather(error) if raised is not None]
+        if errors:
+            raise errors[0] if error is None else error
         return cast(T, value)
 
 

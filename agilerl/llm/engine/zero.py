@@ -21,6 +21,7 @@ from torch import nn
 from agilerl.llm.config import CosineLRScheduleConfig
 from agilerl.llm.engine.local import LocalEngine, set_learning_rate
 from agilerl.llm.engine.ranks import Ranks
+from agilerl.llm.optimizer_shards import Fragment, Shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -62,6 +63,7 @@ class ZeroEngine(LocalEngine):
         self.ranks = ranks
         # A partitioned base communicates in every forward and backward.
         self.lockstep = zero_optimization["stage"] == 3
+        self.sharded = zero_optimization["stage"] >= 2
         self.wrapped, *_ = deepspeed.initialize(
             model=handles,
             optimizer=self.optimizer,
@@ -94,10 +96,10 @@ class ZeroEngine(LocalEngine):
 
     def state_dict(self) -> dict[str, Any]:
         """Moments gathered from all ranks, in the local engine's form; all ranks together."""
-        (group,) = self.optimizer.param_groups
         moments = self.optimizer.state.get(self._partition, {})
         gathered = {name: self._gathered(moments[name]) for name in MOMENTS if name in moments}
-        state = {
+        state = self.settings_dict()
+        state["optimizer"]["state"] = {
             index: {
                 "step": moments["step"].clone(),
                 **{n: parts[index] for n, parts in gathered.items()},
@@ -105,9 +107,30 @@ class ZeroEngine(LocalEngine):
             for index in range(len(self.parameters))
             if gathered
         }
+        return state
+
+    def settings_dict(self) -> dict[str, Any]:
+        """:meth:`state_dict` without the moments; every rank alone."""
+        (group,) = self.optimizer.param_groups
         groups = [{**group, "params": list(range(len(self.parameters)))}]
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"optimizer": {"state": state, "param_groups": groups}, "scheduler": scheduler}
+        return {"optimizer": {"state": {}, "param_groups": groups}, "scheduler": scheduler}
+
+    def shard(self) -> Shard:
+        """The moments that this rank holds; every rank alone."""
+        moments = self.optimizer.state.get(self._partition, {})
+        return Shard(
+            moments.get("step"),
+            {
+                index: Fragment(
+                    tuple(self.parameters[index].shape),
+                    whole.start,
+                    {name: moments[name][part] for name in MOMENTS if name in moments},
+                )
+                for index, whole, part in self._fragments()
+                if moments
+            },
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore moments and schedule position; the live learning rate is kept.

@@ -1,0 +1,139 @@
+"""What two ranks run of the checkpoint grid: every cell saved, and loaded by other engines."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_rollouts import COSINE, PROMPTS_OF_RANK, data, make_agent, weights
+
+from agilerl.algorithms import GRPO
+from agilerl.llm import checkpoint
+from agilerl.testing import tiny_model
+
+CELLS = list(product([True, False], [True, False]))
+
+
+def cells_of(folder: Path, writer: str) -> dict[tuple[bool, bool], Path]:
+    """Where an engine's four cells are, by ``(lora_only, save_optimizer)``."""
+    return {cell: folder / f"cells-{writer}" / "-".join(map(str, cell)) for cell in CELLS}
+
+
+def trained_agent(accelerator: Any = None) -> GRPO:
+    """After two steps."""
+    agent = make_agent(accelerator, cosine_lr_schedule_config=COSINE)
+    for _ in range(2):
+        learn(agent)
+    return agent
+
+
+def learn(agent: GRPO) -> None:
+    """This process's part of the data; in a single process all of it."""
+    rank = agent.accelerator and agent.accelerator.process_index
+    part = data() if rank is None else data().of(PROMPTS_OF_RANK[rank])
+    part.learned_by(agent)
+
+
+def third_step(agent: GRPO) -> torch.Tensor:
+    learn(agent)
+    found = weights(agent)
+    agent.clean_up()
+    return found
+
+
+def loaded_into(path: Path, accelerator: Any = None) -> GRPO:
+    """An agent made for itself, then loaded with optimizer (if there is one)."""
+    agent = make_agent(accelerator, cosine_lr_schedule_config=COSINE)
+    learn(agent)  # so that there are moments to be overwritten
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="no optimizer state was loaded")
+        agent.load_checkpoint(path, load_optimizer=True)
+    return agent
+
+
+def rebuilt(path: Path, accelerator: Any = None) -> GRPO:
+    """An agent made from the checkpoint; adapters alone need the base."""
+    base = None if path.name.startswith("False") else tiny_model(hidden_size=32, layers=1)
+    return GRPO.load(path, accelerator=accelerator, actor_network=base)
+
+
+LOADERS: dict[str, Callable[..., GRPO]] = {"load_checkpoint": loaded_into, "load": rebuilt}
+
+
+def setting_of(accelerator: Any) -> str:
+    plugin = accelerator.deepspeed_plugin
+    return "ddp" if plugin is None else f"zero{plugin.zero_stage}"
+
+
+def checkpoint_grid(accelerator: Any) -> dict[str, Any]:
+    """Every cell is saved by these ranks, by a single process and under other settings; all load.
+
+    Returns the weights after a third step by what wrote, its cell, and how it was loaded.
+    """
+    folder, own = Path(sys.argv[1]), setting_of(accelerator)
+    agent = trained_agent(accelerator)
+    for (lora_only, save_optimizer), path in cells_of(folder, own).items():
+        agent.save_checkpoint(path, lora_only=lora_only, save_optimizer=save_optimizer)
+    agent.clean_up()
+    if own == "ddp" and accelerator.is_main_process:
+        alone = trained_agent()
+        for (lora_only, save_optimizer), path in cells_of(folder, "alone").items():
+            alone.save_checkpoint(path, lora_only=lora_only, save_optimizer=save_optimizer)
+    torch.distributed.barrier()
+    # Under ZeRO 3 one way for each: every base is partitioned anew, which takes its time.
+    writers = {"ddp": ["alone", "ddp"], "zero2": ["alone", "ddp", "zero2"], "zero3": ["zero2"]}[own]
+    return {
+        "third": {
+            (writer, cell, how): third_step(load(path, accelerator))
+            for writer in writers
+            for cell, path in cells_of(folder, writer).items()
+            for how, load in LOADERS.items()
+        }
+    }
+
+
+def failing_save(accelerator: Any) -> dict[str, Any]:
+    """Rank 1 cannot write its file: no rank goes on alone, and the earlier checkpoint stays."""
+    path = Path(sys.argv[1]) / "failing"
+    agent = trained_agent(accelerator)
+    agent.save_checkpoint(path)
+    before = weights(agent)
+    learn(agent)
+
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        if accelerator.process_index == 1:
+            patch.setattr(checkpoint, "write_shard", full)
+        agent.save_checkpoint(path)
+    torch.distributed.barrier()
+    beside = sorted(entry.name for entry in path.parent.iterdir() if "failing" in entry.name)
+    agent.load_checkpoint(path, load_optimizer=True)
+    return {"beside": beside, "same": torch.equal(weights(agent), before)}
+
+
+def unreadable_on_one_rank(accelerator: Any) -> dict[str, Any]:
+    """A file that rank 1 does not see: both ranks refuse, and are as they were."""
+    path = Path(sys.argv[1]) / "unreadable"
+    agent = trained_agent(accelerator)
+    agent.save_checkpoint(path)
+    before = weights(agent)
+    elsewhere = path if accelerator.process_index == 0 else path / "nowhere"
+    with pytest.raises(FileNotFoundError) as caught:
+        agent.load_checkpoint(elsewhere, load_optimizer=True)
+    learn(agent)
+    return {"error": str(caught.value), "moved": not torch.equal(weights(agent), before)}
+
+
+CHECKPOINT_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "checkpoint_grid": checkpoint_grid,
+    "failing_save": failing_save,
+    "unreadable_on_one_rank": unreadable_on_one_rank,
+}
