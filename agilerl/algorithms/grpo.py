@@ -292,8 +292,9 @@ class GRPO(LLMAlgorithm):
             ranks,
         )
         sampling_logp = None
-        if sampling_logps is not None and self.vllm_importance_sampling_correction:
-            sampling_logp = self._sampling_logp(sampling_logps, batch)
+        if self.vllm_importance_sampling_correction:
+            rows = [None] * len(batch) if sampling_logps is None else sampling_logps
+            sampling_logp = self._sampling_logp(rows, batch, ranks)
 
         self.engine.set_lr(self.lr)
         metrics = run_update(
@@ -366,12 +367,19 @@ class GRPO(LLMAlgorithm):
         return self.engine.ranks
 
     def _sampling_logp(
-        self, rows: Sequence[torch.Tensor | None], batch: Batch
+        self, rows: Sequence[torch.Tensor | None], batch: Batch, ranks: Ranks
     ) -> torch.Tensor | None:
-        """``(B, S)``; rows the sampler reported nothing for get the trainer's own: weight 1."""
-        if all(row is None for row in rows):
+        """``(B, S)``; rows the sampler reported nothing for get the trainer's own: weight 1.
+
+        None if it reported none, on no rank. All ranks run the pass over the trainer's own
+        log-probs, or none does: on a partitioned base they must.
+        """
+        reported = any(row is not None for row in rows)
+        lacking = any(row is None for row in rows)
+        reported, lacking = ranks.max(torch.tensor([reported, lacking]).int()).bool().tolist()
+        if not reported:
             return None
         own = None
-        if any(row is None for row in rows):
+        if lacking:
             own = self.policy.frozen_logprobs(batch, "actor", self.forward_config())
         return stack_sampling_logps(rows, batch.action_mask, own)

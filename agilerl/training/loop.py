@@ -249,7 +249,7 @@ class TrainingLoop:
             member.flat_iterations = 0
             return
         member.flat_iterations += 1
-        if member.flat_iterations % FLAT_WINDOW == 0:
+        if member.flat_iterations % FLAT_WINDOW == 0 and self.ranks.rank == 0:
             mean = float(experience.rewards.mean())
             warn_of_flat_rewards(member.agent, self.iteration, FLAT_WINDOW, mean)
 
@@ -273,8 +273,9 @@ class TrainingLoop:
             f"and what was saved before is kept ({self.directory.newest_checkpoint() or 'none'}). "
             "Free disk space: the next save is tried as planned."
         )
-        logger.error(message, exc_info=error)
-        self.log.say(message)
+        if self.ranks.rank == 0:  # all know of it, one says it
+            logger.error(message, exc_info=error)
+            self.log.say(message)
 
     def _save_after_stop(self, signal_name: str) -> None:
         try:
@@ -289,8 +290,9 @@ class TrainingLoop:
         message = f"Stopped by {signal_name} after iteration {self.iteration}. Saved to {where}"
         if self.elite is not None and self.elite.saved:
             message += f"; the best agent so far is in {self.elite.path}"
-        logger.info(message)
-        self.log.say(message)
+        if self.ranks.rank == 0:
+            logger.info(message)
+            self.log.say(message)
 
     def _rescue(self, error: Exception) -> None:
         """Save what was trained before ``error`` goes on, and tell it where."""

@@ -77,7 +77,7 @@ def run_training(
             log = RunLog(directory.path, name, options, config, total, state)
         failed = True
         try:
-            _say_where(log, directory, options, checkpoint)
+            _say_where(log, directory, options, checkpoint, ranks)
             facts = {"run": name, "environment": env_name}
             loop = TrainingLoop(agents, collectors, options, directory, log, elite, facts, ranks)
             if resume is not None:
@@ -90,8 +90,14 @@ def run_training(
 
 
 def _say_where(
-    log: RunLog, directory: RunDirectory, options: LoopOptions, checkpoint: RunCheckpoint | None
+    log: RunLog,
+    directory: RunDirectory,
+    options: LoopOptions,
+    checkpoint: RunCheckpoint | None,
+    ranks: Ranks,
 ) -> None:
+    if ranks.rank > 0:
+        return
     message = f"Run directory: {directory.path}"
     if checkpoint is not None:
         message += f", going on from {checkpoint.path} (iteration {checkpoint.iteration})"

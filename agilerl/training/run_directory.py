@@ -97,10 +97,13 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.json``; values that JSON does not know are written as their text."""
-        if self._ranks.rank == 0:
+
+        def write() -> None:
             partial = self.path / "config.json.partial"
             _write_json(partial, config)
             partial.replace(self.path / "config.json")
+
+        self._ranks.first(write)
 
     def newest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint, None if there is none."""

@@ -1,4 +1,4 @@
-"""Both training functions on two processes: shares, one writer, exact resume, a process dying."""
+"""Both training functions on two processes: shares, one writer, exact resume, faults."""
 
 from __future__ import annotations
 
@@ -9,94 +9,217 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
+from rank_launcher import HERE, run_ranks
+from rank_sampler import MISSING, learned
 
-SCRIPT = Path(__file__).with_name("train_on_ranks.py")
-
-
-def launch(
-    folder: Path, *iterations: int, processes: int = 2, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run the script under torchrun; kills it all when it takes longer than two minutes."""
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={processes}", str(SCRIPT), str(folder), *map(str, iterations)]
-    with subprocess.Popen(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=500)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, output)
+SCRIPT = HERE / "train_on_ranks.py"
+SETTINGS = ["ddp", "zero2", "zero3"]
+NAMES = ["reasoning", "multi_turn"]
+CLOCKS = ("seconds", "tokens_per_second")
+ASKED = "SIGTERM: finishing this iteration"
 
 
-def result(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / f"{name}_{rank}.json").read_text())
+def result(run: Path, rank: int = 0) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(run.with_name(f"{run.name}_{rank}.json").read_text())
     return content
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four iterations."""
-    folder = tmp_path_factory.mktemp("whole")
-    done = launch(folder, 4)
-    assert done.returncode == 0, done.stdout[-3000:]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two iterations, then agents made anew that go on to four."""
-    folder = tmp_path_factory.mktemp("resumed")
-    done = launch(folder, 2, 4)
-    assert done.returncode == 0, done.stdout[-3000:]
-    return folder
-
-
-@pytest.mark.parametrize("name", ["reasoning", "multi_turn"])
-def test_all_processes_agree_and_rank_0_writes(name: str, whole: Path) -> None:
-    assert result(whole, name, 0) == result(whole, name, 1)
-    with (whole / name / "metrics.csv").open() as file:
+def metrics(run: Path) -> list[dict[str, str]]:
+    """Rows without what depends on the clock."""
+    with (run / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
+    return [{k: v for k, v in row.items() if not k.endswith(CLOCKS)} for row in rows]
+
+
+def assert_same(run: Path, other: Path) -> None:
+    for rank in (0, 1):
+        assert result(run, rank) == result(other, rank)
+    assert metrics(run) == metrics(other)
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of four iterations under every setting: ``<setting>_<name>_whole`` and ``_parts``."""
+    folder = tmp_path_factory.mktemp("exact")
+    (folder / "output").write_text(run_ranks(SCRIPT, str(folder), "exact"))
+    return folder
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a launcher and its processes."""
+
+    code: int
+    output: str
+    returned: bool
+    """Whether both processes came to the end of the script."""
+    at: float
+    """When the launcher ended, in seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launcher and two processes, alive."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 300) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < end, self.log.read_text()[-3000:]
+            time.sleep(0.05)
+
+    def stop_in_pause(self, to: str, processes_told: int) -> None:
+        """SIGTERM in the iteration in which the processes wait, which is then finished."""
+        paused = [self.folder / f"paused_{rank}" for rank in (0, 1)]
+        self.wait_for(lambda: all(file.exists() for file in paused))
+        pid = self.process.pid if to == "launcher" else int(paused[1].read_text())
+        os.kill(pid, signal.SIGTERM)
+        self.wait_for(lambda: self.log.read_text().count(ASKED) == processes_told)
+        (self.folder / "go").touch()
+
+    def ended(self) -> Ended:
+        code = self.process.wait(timeout=300)
+        at = time.time()
+        files = [self.folder / f"{what}_{rank}" for what in ("returned", "paused") for rank in "01"]
+        returned = all(file.exists() for file in files[:2])
+        for file in [*files, self.folder / "go"]:
+            file.unlink(missing_ok=True)
+        return Ended(code, self.log.read_text(), returned, at)
+
+
+@contextmanager
+def launched(folder: Path, *runs: str) -> Iterator[Launched]:
+    """The script on two processes, none of which outlives the context."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    log = folder / "output"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, str(SCRIPT), str(folder), "go_on", *runs],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    family = []
+    try:
+        yield Launched(folder, process, log)
+    finally:
+        if process.poll() is None:
+            parent = psutil.Process(process.pid)
+            family = [*parent.children(recursive=True), parent]
+        for each in family:
+            each.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
+    """A user's script, started three times: stopped by the launcher, by a process, by a death."""
+    folder, ends = tmp_path_factory.mktemp("stopped"), []
+    with launched(folder, "reasoning:pause") as first:
+        first.stop_in_pause(to="launcher", processes_told=2)
+        ends.append(first.ended())
+    with launched(folder, "reasoning", "multi_turn:pause") as second:
+        second.stop_in_pause(to="rank 1", processes_told=1)
+        ends.append(second.ended())
+    with launched(folder, "multi_turn", "reasoning:die") as third:
+        ends.append(third.ended())
+    return folder, ends
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_processes_agree_and_rank_0_writes(name: str, exact: Path) -> None:
+    run = exact / f"ddp_{name}_whole"
+    of_ranks = [result(run, rank) for rank in (0, 1)]
+    assert of_ranks[0]["of_all"] == of_ranks[1]["of_all"]
+    assert of_ranks[0]["own"]["generator"] != of_ranks[1]["own"]["generator"]
     # 7 prompts a pass: batches of 4 and 3. Or 16 episodes of 2 turns.
     steps = ["0", "4", "7", "11", "14"] if name == "reasoning" else ["0", "32", "64", "96", "128"]
-    assert [row["steps"] for row in rows] == steps
-    assert len(result(whole, name)["fitness"]) == 3
+    assert [row["steps"] for row in metrics(run)] == steps
+    assert len(of_ranks[0]["of_all"]["fitness"]) == 3
 
 
-@pytest.mark.parametrize("name", ["reasoning", "multi_turn"])
-def test_a_resumed_run_equals_the_uninterrupted_one(name: str, whole: Path, resumed: Path) -> None:
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_equals_the_uninterrupted_one(setting: str, name: str, exact: Path) -> None:
+    whole, parts = (exact / f"{setting}_{name}_{how}" for how in ("whole", "parts"))
+    assert_same(whole, parts)
+    actor = "actor/adapter_model.safetensors"
+    elites = [run.with_name(f"{run.name}_elite") / actor for run in (whole, parts)]
+    assert elites[0].read_bytes() == elites[1].read_bytes()
+
+
+def test_a_full_disk_costs_one_checkpoint_and_is_said_once(exact: Path) -> None:
+    run = exact / "full_disk"
+    whole = exact / "ddp_reasoning_whole"
     for rank in (0, 1):
-        assert result(whole, name, rank) == result(resumed, name, rank)
-    clocks = ("seconds", "tokens_per_second")
-    metrics = []
-    for folder in (whole, resumed):
-        with (folder / name / "metrics.csv").open() as file:
-            metrics.append(
-                [
-                    {k: v for k, v in row.items() if not k.endswith(clocks)}
-                    for row in csv.DictReader(file)
-                ]
-            )
-    assert metrics[0] == metrics[1]
-    actor = f"{name}_elite/actor/adapter_model.safetensors"
-    assert (whole / actor).read_bytes() == (resumed / actor).read_bytes()
+        found = result(run, rank)
+        assert {name: found[name] for name in ("of_all", "own")} == result(whole, rank)
+        assert found["last_checkpoint"] == str(run / "iteration_00000004" / "agent_0")
+    said = "checkpoint of iteration 2 could NOT be saved"
+    messages = [result(run, rank)["errors"] for rank in (0, 1)]
+    assert [len(each) for each in messages] == [1, 0]
+    assert said in messages[0][0]
+    assert (exact / "output").read_text().count(said) == 1
+    kept = sorted(child.name for child in run.glob("iteration_*"))
+    assert kept[-2:] == ["iteration_00000003", "iteration_00000004"]
+    assert "iteration_00000002" not in kept
 
 
-def test_a_process_that_dies_brings_the_run_down_by_name(tmp_path: Path) -> None:
-    started = time.monotonic()
-    done = launch(tmp_path / "dies", 4, DIE_ON_RANK="1")
-    assert done.returncode != 0
-    assert "rank      : 1" in done.stdout
-    assert time.monotonic() - started < 150, "start-up included; the death itself costs seconds"
-    assert (tmp_path / "dies" / "reasoning" / "iteration_00000001").is_dir()
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_samplers_that_left_rows_out_on_one_rank(setting: str, exact: Path) -> None:
+    alone = learned(None)
+    for rank in (0, 1):
+        found = torch.load(exact / f"{setting}_sampler_{rank}.pt", weights_only=False)
+        for missing in MISSING:
+            got, expected = found[missing], alone[missing]
+            torch.testing.assert_close(got["weights"], expected["weights"], rtol=0, atol=1e-6)
+            for name in ("importance_weight_mean", "importance_weight_max", "mean_loss"):
+                assert got["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-5)
+
+
+def assert_saved(ended: Ended, run: Path) -> None:
+    assert ended.returned, ended.output[-3000:]
+    saved = run / "iteration_00000002"
+    message = f"Stopped by SIGTERM after iteration 2. Saved to {saved}"
+    assert ended.output.count(message) == 1
+    assert "forcefully exiting" not in ended.output
+
+
+def test_sigterm_to_the_launcher(stopped: tuple[Path, list[Ended]], exact: Path) -> None:
+    """It passes the signal on to all; whatever becomes of them, it ends with 1 itself."""
+    folder, (ended, _, _) = stopped
+    assert_saved(ended, folder / "reasoning")
+    assert ended.code == 1
+    assert_same(folder / "reasoning", exact / "ddp_reasoning_whole")
+
+
+def test_sigterm_to_one_process(stopped: tuple[Path, list[Ended]], exact: Path) -> None:
+    """All of them stop together, and there is no error anywhere."""
+    folder, (_, ended, _) = stopped
+    assert_saved(ended, folder / "multi_turn")
+    assert ended.code == 0
+    assert_same(folder / "multi_turn", exact / "ddp_multi_turn_whole")
+
+
+def test_a_process_that_dies_brings_the_run_down_by_name(
+    stopped: tuple[Path, list[Ended]],
+) -> None:
+    folder, (_, _, ended) = stopped
+    assert ended.code != 0 and not ended.returned
+    assert "rank      : 1" in ended.output
+    assert "exitcode  : -9" in ended.output
+    assert ended.at - (folder / "died").stat().st_mtime < 60
+    assert (folder / "dying" / "iteration_00000001").is_dir()
