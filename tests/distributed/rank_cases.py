@@ -27,6 +27,7 @@ from agilerl.algorithms import GRPO
 from agilerl.llm.advantages import Advantages
 from agilerl.llm.batch import make_batch
 from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.engine.ranks import ranks_of
 from agilerl.llm.update import Health, Rollouts, run_update
 from agilerl.llm_envs import ReasoningGym
 from agilerl.testing import tiny_model
@@ -303,6 +304,33 @@ def other_base(accelerator: Any) -> dict[str, Any]:
     except ValueError as error:
         return {"error": str(error)}
     return {}
+
+
+class _Unsendable(Exception):
+    """Cannot be made from its message alone, as unpickling does."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+
+
+@case
+def errors(accelerator: Any) -> dict[str, Any]:
+    """What fails on one rank fails on all; the ranks stay in step."""
+    ranks = ranks_of(accelerator)
+
+    def fail_on_rank_1(error: Exception) -> str:
+        if ranks.rank == 1:
+            raise error
+        return "done"
+
+    raised: list[str] = []
+    for error in (OSError("disk full"), _Unsendable("odd", 3)):
+        try:
+            ranks.together(lambda error=error: fail_on_rank_1(error))  # type: ignore[misc]
+        except (OSError, RuntimeError, _Unsendable) as caught:
+            raised.append(repr(caught))
+    first = ranks.first(lambda: fail_on_rank_1(OSError("not run")))
+    return {"raised": raised, "first": first, "together": ranks.together(lambda: ranks.rank)}
 
 
 @case

@@ -42,6 +42,7 @@ SOME_CASES = {
 }
 ONLY_UNDER = {
     "deepspeed_settings": "zero2",
+    "errors": "ddp",
     "other_base": "ddp",
     "failing_save": "zero2",
     "unreadable_on_one_rank": "zero2",

@@ -284,3 +284,12 @@ def test_a_deepspeed_configuration_counts_where_the_agent_has_no_argument(ranks:
         (message,) = rank["warnings"]
         assert "max_grad_norm decides" in message and "optimizer" in message
         assert "accelerator asks for parameters to be offloaded to 'nvme'" in rank["nvme"]
+
+
+@each_setting("errors")
+def test_what_fails_on_one_rank_fails_on_all(ranks: Ranks) -> None:
+    # A class that cannot be sent arrives as a RuntimeError that quotes it; its own rank has it.
+    assert ranks[0]["raised"] == ["OSError('disk full')", "RuntimeError(\"_Unsendable('odd')\")"]
+    assert ranks[1]["raised"] == ["OSError('disk full')", "_Unsendable('odd')"]
+    for number, rank in enumerate(ranks):
+        assert (rank["first"], rank["together"]) == ("done", number)

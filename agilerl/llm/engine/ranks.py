@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -58,7 +59,8 @@ class Ranks:
             if self.count == 1:
                 raise
             error = raised
-        errors = [raised for raised in self.gather(error) if raised is not None]
+        sent = None if error is None else _picklable(error)
+        errors = [raised for raised in self.gather(sent) if raised is not None]
         if errors:
             raise errors[0] if error is None else error
         return cast(T, value)
@@ -102,6 +104,15 @@ class ProcessRanks(Ranks):
         moved = tensor.detach().to(self.device, copy=True)
         torch.distributed.all_reduce(moved, op=operation)
         return moved.to(tensor.device)
+
+
+def _picklable(error: Exception) -> Exception:
+    """The error itself, or one that says the same where its class cannot be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - pickling calls whatever the class defines
+        return RuntimeError(repr(error))
+    return error
 
 
 def ranks_of(accelerator: Accelerator | None) -> Ranks:
