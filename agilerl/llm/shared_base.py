@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from agilerl.llm import adapters
+from agilerl.llm.engine.partition_facts import check_every_layer_runs
 from agilerl.llm.engine.ranks import Ranks
 from agilerl.llm.forward import supports_shared_prefixes
 from agilerl.llm.head import check_head
@@ -58,7 +59,9 @@ class SharedBase:
         """The base that owns ``model``, if there is one already."""
         return _bases.get(id(model))
 
-    def partition_over(self, ranks: Ranks, *, offload: bool = False) -> None:
+    def partition_over(
+        self, ranks: Ranks, *, offload: bool = False, gather_for_generation: bool = True
+    ) -> None:
         """Keep one part of the model per rank from now on (ZeRO stage 3); all ranks together.
 
         Adapters added afterwards are whole on every rank. The model stays partitioned when its last
@@ -67,11 +70,16 @@ class SharedBase:
         Args:
             ranks: Who holds the parts.
             offload: Keep this rank's part in CPU memory.
+            gather_for_generation: Put the whole model together for rollouts.
+
+        Raises:
+            ValueError: If what the model runs depends on the tokens.
         """
         from agilerl.llm.engine.partition import PartitionedBase
 
         assert self.peft is None and self.partition is None
-        self.partition = PartitionedBase(self.model, ranks, offload)
+        check_every_layer_runs(self.model)
+        self.partition = PartitionedBase(self.model, ranks, offload, gather_for_generation)
         # What was found out about the whole model cannot be found out again.
         self.model.__dict__["_agilerl_base"] = self
 
@@ -80,6 +88,20 @@ class SharedBase:
         """Within it a partitioned base is whole on every rank; all ranks together, then alone."""
         with contextlib.nullcontext() if self.partition is None else self.partition.whole_model():
             yield
+
+    @contextlib.contextmanager
+    def ready_for_rollouts(self, slot: str) -> Iterator[None]:
+        """Within it the active adapter may generate; may be nested.
+
+        Folded, where that is exact. On a partitioned base all ranks together; they are in step or,
+        with ``gather_for_generation``, alone.
+        """
+        if self.partition is not None and not self.partition.gather_for_generation:
+            with self.partition.in_step():
+                yield
+        else:
+            with self.whole(), self.folded(slot):
+                yield
 
     @property
     def decoder(self) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from agilerl.algorithms.core.accelerators import check_zero_stage
+from agilerl.llm.engine.partition_facts import GATHER, SECTION
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -18,6 +19,7 @@ def create_llm_accelerator(
     offload_optimizer: bool = False,
     cpu: bool | None = None,
     gradient_accumulation_steps: int = 1,
+    gather_for_generation: bool = True,
 ) -> Accelerator | None:
     """Make the accelerator for a script started by ``torchrun`` or ``accelerate launch``.
 
@@ -33,14 +35,19 @@ def create_llm_accelerator(
         gradient_accumulation_steps: Micro-batches per mini-batch of a process, where an agent is
             given no ``micro_batch_size_per_gpu``.
 
-    With stage 3 every process needs the memory of the whole base while the first agent is made, in
-    every rollout and when a full checkpoint is saved or loaded; in ``learn``, only that of its part
-    and a layer. In rollouts the base is put together once, and processes then generate on their
-    own; generation that puts layers together token by token is not offered. ``get_action``,
-    ``rollout``, ``test`` and ``learn`` must be called by all processes together.
+        gather_for_generation: With stage 3, put the whole base together once per rollout; it has to
+            fit on every process then. False: layer by layer, for every token.
+
+    With stage 3 every process needs the memory of the whole base while the first agent is made and
+    while a full checkpoint is saved or loaded; in ``learn``, only that of its part and a layer. In
+    rollouts it needs that of the whole base and processes generate on their own, or, without
+    ``gather_for_generation``, that of its part, a layer and the head: much slower, as every layer
+    is communicated for every token, and as slow on all as on the one with most to generate.
+    ``get_action``, ``rollout``, ``test`` and ``learn`` must be called by all processes together.
 
     Raises:
-        ValueError: If there is no such stage, or nothing that could be offloaded.
+        ValueError: If there is no such stage, nothing that could be offloaded, or nothing that
+            could be left apart in rollouts.
         ImportError: If a stage is asked for and DeepSpeed is not installed.
     """
     if zero_stage is not None:
@@ -49,18 +56,25 @@ def create_llm_accelerator(
         raise ValueError(
             f"offload_optimizer is True, but zero_stage is {zero_stage}; it must be 1, 2 or 3"
         )
+    if not gather_for_generation and zero_stage != 3:
+        raise ValueError(
+            f"gather_for_generation is {gather_for_generation!r}, but zero_stage is {zero_stage}, "
+            "which does not partition the base; use zero_stage=3, or leave it out"
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     cpu = not torch.cuda.is_available() if cpu is None else cpu
     if zero_stage is not None:
-        return _with_deepspeed(zero_stage, offload_optimizer, cpu, gradient_accumulation_steps)
+        return _with_deepspeed(
+            zero_stage, offload_optimizer, cpu, gradient_accumulation_steps, gather_for_generation
+        )
     from accelerate import Accelerator
 
     return Accelerator(cpu=cpu, gradient_accumulation_steps=gradient_accumulation_steps)
 
 
 def _with_deepspeed(
-    zero_stage: int, offload_optimizer: bool, cpu: bool, accumulation_steps: int
+    zero_stage: int, offload_optimizer: bool, cpu: bool, accumulation_steps: int, gather: bool
 ) -> Accelerator:
     if cpu:
         # DeepSpeed reads it when it is imported.
@@ -80,6 +94,8 @@ def _with_deepspeed(
         gradient_accumulation_steps=accumulation_steps,
         zero3_init_flag=False,
     )
+    if not gather:
+        plugin.deepspeed_config[SECTION] = {GATHER: False}
     # With cpu=True Accelerate would drop the plugin, and without a backend count one process.
     handlers = [InitProcessGroupKwargs(backend="gloo")] if cpu else []
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)

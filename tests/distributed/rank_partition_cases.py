@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +180,98 @@ def partition_refusals(accelerator: Any) -> dict[str, str]:
     return messages
 
 
+TURNS_OF_RANK = (2, 3)
+
+
+def sampled(agent: GRPO, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tokens and log-probs of several chunks of rows; the same draws wherever it is called."""
+    ids = [prompt["input_ids"][0] for prompt in prompts(count)]
+    sampling = replace(agent.sampling_config(), return_logps=True)
+    rng = torch.Generator().manual_seed(count)
+    done = agent.generator.generate(ids, 2, sampling, rng)
+    assert done.logps is not None
+    return done.token_ids, done.logps
+
+
+def turns(agent: GRPO, count: int, number: int) -> list[torch.Tensor]:
+    """The rows after some turns that go on from kept keys and values."""
+    rows = [prompt["input_ids"] for prompt in prompts(count)]
+    agent.rng.manual_seed(0)
+    agent.hf_generate_chunk_size = None
+    with agent.rollout():
+        for _ in range(number):
+            said = agent.get_action(list(map(as_prompt, rows)), repeat_prompts=False)
+            rows = [torch.cat([ids, torch.tensor([[65, 66]])], 1) for ids in said.completion_ids]
+    return rows
+
+
+def as_prompt(ids: torch.Tensor) -> Any:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "text": ""}
+
+
+def rolled_out(agent: GRPO, rank: int) -> dict[str, Any]:
+    """What a rank generates; another number of rows, lengths, chunks and turns on each."""
+    count = 1 + 2 * rank
+    agent.max_output_tokens, agent.hf_generate_chunk_size = 4, 2
+    with agent.rollout(), agent.policy.rollout_weights():
+        found: dict[str, Any] = {"one_by_one": answers(agent, count)}
+    together = agent.get_action(prompts(count), training=False).completion_ids
+    found |= {"together": together, "sampled": sampled(agent, count)}
+    with agent.rollout():
+        found["only_rank_1"] = answers(agent, 1) if rank else []
+    return found
+
+
+def watch_forwards(agent: GRPO) -> tuple[list[int], list[int]]:
+    """Elements that are together when a module runs, and the columns that the decoder runs."""
+    whole: list[int] = []
+    columns: list[int] = []
+    base = agent.policy.base
+    parameters = [p for p in base.model.parameters() if hasattr(p, "ds_numel")]
+    for module in base.model.modules():
+        if any(hasattr(p, "ds_numel") for p in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(
+                lambda *_: whole.append(sum(p.numel() for p in parameters))
+            )
+    base.decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: columns.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    return whole, columns
+
+
+def largest_module(agent: GRPO) -> int:
+    """Elements of the module with most weights of its own."""
+    modules = agent.policy.base.model.modules()
+    return max(sum(getattr(p, "ds_numel", 0) for p in m.parameters(recurse=False)) for m in modules)
+
+
+def rollouts_in_parts(accelerator: Any) -> dict[str, Any]:
+    """Generation that never puts the whole base together, then an update."""
+    result: dict[str, Any] = {}
+    rank = accelerator.process_index
+    for name in ("tied", "untied_recomputed"):
+        agent = agent_on(**MODELS[name], accelerator=accelerator)
+        whole, columns = watch_forwards(agent)
+        found = rolled_out(agent, rank)
+        before = len(columns)
+        found["turns"] = turns(agent, 1 + rank, TURNS_OF_RANK[rank])
+        found |= {"columns": list(columns), "turn_columns": columns[before:], "whole": max(whole)}
+        found |= {"largest": largest_module(agent), "elements": elements(agent)}
+        try:
+            with agent.rollout(), agent.policy.base.whole():
+                pass
+        except RuntimeError as error:
+            found["refusal"] = str(error)
+        mine(accelerator).learned_by(agent)
+        found |= {"weights": weights(agent), "answer": answers(agent, 1)}
+        agent.clean_up()
+        result[name] = found
+    return result
+
+
 PARTITION_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "partitioned_models": partitioned_models,
     "partitioned_checkpoints": partitioned_checkpoints,
     "partition_refusals": partition_refusals,
+    "rollouts_in_parts": rollouts_in_parts,
 }

@@ -13,6 +13,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     # The last: DeepSpeed changes torch.nn.functional.linear for all that follows.
     "zero3": {"zero_stage": 3},
     "zero3_offload": {"zero_stage": 3, "offload_optimizer": True},
+    "zero3_in_parts": {"zero_stage": 3, "gather_for_generation": False},
 }
 # All else is the same code as under "ddp" or "zero2".
 SOME_CASES = {
@@ -39,6 +40,7 @@ SOME_CASES = {
         "checkpoint_grid",
     ],
     "zero3_offload": ["one_step_grpo"],
+    "zero3_in_parts": ["agreement"],
 }
 ONLY_UNDER = {
     "deepspeed_settings": "zero2",
@@ -49,12 +51,15 @@ ONLY_UNDER = {
     "partitioned_models": "zero3",
     "partitioned_checkpoints": "zero3",
     "partition_refusals": "zero3",
+    "rollouts_in_parts": "zero3_in_parts",
 }
 
 
 def cases_of(setting: str, every: list[str]) -> list[str]:
     """The cases that a setting runs."""
-    return [case for case in every if setting in settings_of(case)]
+    chosen = [case for case in every if setting in settings_of(case)]
+    # Last what leaves the accelerator changed.
+    return sorted(chosen, key=lambda case: case == "deepspeed_settings")
 
 
 def settings_of(case: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_partition_cases import MODELS, agent_on, answers
+from rank_partition_cases import MODELS, TURNS_OF_RANK, agent_on, answers, rolled_out, turns
 from rank_rollouts import data, make_agent, weights
 
 from agilerl.algorithms import GRPO
@@ -88,6 +88,45 @@ def test_a_model_without_agents_stays_partitioned_and_serves_new_ones(ranks: Ran
     expected = second_step_alone(make_agent())
     for rank in ranks:
         torch.testing.assert_close(rank["late"], expected, atol=TOLERANCE, rtol=0)
+
+
+def in_parts(case: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("ranks", [("zero3_in_parts", case)], indirect=True, ids=[""])
+
+
+def same(given: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(given) == len(wanted) and all(map(torch.equal, given, wanted))
+
+
+@in_parts("rollouts_in_parts")
+@pytest.mark.parametrize("name", ["tied", "untied_recomputed"])
+def test_rollouts_in_parts_are_those_of_a_single_process(ranks: Ranks, name: str) -> None:
+    agent = agent_on(**MODELS[name])
+    for number, rank in enumerate(ranks):
+        found, expected = rank[name], rolled_out(agent, number)
+        expected["turns"] = turns(agent, 1 + number, TURNS_OF_RANK[number])
+        for kind in ("one_by_one", "together", "only_rank_1", "turns"):
+            assert same(found[kind], expected[kind]), kind
+        tokens, logps = found["sampled"]
+        assert same(tokens, expected["sampled"][0])
+        torch.testing.assert_close(logps, expected["sampled"][1], atol=1e-4, rtol=0)
+    data().learned_by(agent)
+    for rank in ranks:
+        torch.testing.assert_close(rank[name]["weights"], weights(agent), atol=3e-5, rtol=0)
+        assert same(rank[name]["answer"], answers(agent, 1))
+
+
+@in_parts("rollouts_in_parts")
+@pytest.mark.parametrize("name", ["tied", "untied_recomputed"])
+def test_rollouts_in_parts_put_one_module_together_at_a_time(ranks: Ranks, name: str) -> None:
+    for rank in ranks:
+        assert rank[name]["whole"] == rank[name]["largest"] < rank[name]["elements"]["all"] / 2
+        assert rank[name]["elements"]["whole"] == 0
+        assert "outside of agent.rollout()" in rank[name]["refusal"]
+    # All ranks run as often as any; of a turn only what is new is run.
+    assert len({len(rank[name]["columns"]) for rank in ranks}) == 1
+    for rank in ranks:
+        assert sorted(rank[name]["turn_columns"])[-2] <= 3
 
 
 @under_zero3("partition_refusals")

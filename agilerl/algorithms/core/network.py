@@ -11,10 +11,11 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
-from agilerl.llm.adapters import default_lora_config, scope_lora_config
 from agilerl.llm.adapter_files import adapter_state_dict
+from agilerl.llm.adapters import default_lora_config, scope_lora_config
 from agilerl.llm.engine.partition_facts import (
     full_shape,
+    gathers_for_generation,
     is_partitioned,
     offloads_base,
     partitions_base,
@@ -55,6 +56,7 @@ def build_policy(agent: LLMAlgorithm, network: PreTrainedModel | PeftModel | Non
         TypeError: The network carries an adapter that is not LoRA.
         ValueError: An argument does not fit the model.
     """
+    gathers = gathers_for_generation(agent.accelerator)
     if network is None:
         assert agent.model_name is not None
         network = load_base(agent.model_name, agent.model_config, agent.device)
@@ -70,7 +72,11 @@ def build_policy(agent: LLMAlgorithm, network: PreTrainedModel | PeftModel | Non
         check_cache(model)
     lora_config = resolve_lora_config(agent.lora_config, start, model, agent.lora_target_scope)
     if partitions_base(agent.accelerator) and not partitioned:
-        base.partition_over(ranks_of(agent.accelerator), offload=offloads_base(agent.accelerator))
+        base.partition_over(
+            ranks_of(agent.accelerator),
+            offload=offloads_base(agent.accelerator),
+            gather_for_generation=gathers,
+        )
     policy = Policy(
         base,
         lora_config,

@@ -6,6 +6,11 @@ depends neither on the chunk size nor on the rows it shares a batch with (beyond
 
 Between the turns of conversations the keys and values of what was read and written are kept, and
 only a prompt's new tokens are run.
+
+On a base that ZeRO stage 3 partitions, it is put together once for a rollout, or, without
+``gather_for_generation``, layer by layer for every token: that costs a gather of every layer and of
+the head per token, one small all-reduce, and the LoRA branches, as nothing is folded. All ranks are
+then as slow as the one with most tokens to generate.
 """
 
 from __future__ import annotations
@@ -106,7 +111,7 @@ class HFGenerator:
         slot = self.policy.slot(self.policy.role)
         with self.policy.rollout_weights():
             decode = Decode(
-                self.policy.base.decoder, self.policy.head(), self.policy.device, sampling
+                self.policy.base.decoder, self.policy.rollout_head(), self.policy.device, sampling
             )
             if self._conversing and call.fits_one_chunk:
                 self._kept = slot, call.converse(decode, kept)
