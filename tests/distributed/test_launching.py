@@ -1,15 +1,24 @@
-"""The accelerator that a script makes, and what becomes of ranks that fail or hang."""
+"""The accelerator that a script makes, launchers and their configurations, ranks that fail."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_launcher import run_ranks
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.utils import DistributedType
+from rank_launcher import HERE, run_ranks
 
 from agilerl.utils.llm_utils import create_llm_accelerator
+
+CONFIGS = HERE.parents[1] / "examples" / "configs"
 
 
 @pytest.mark.parametrize(
@@ -45,3 +54,67 @@ def test_a_rank_that_dies_or_hangs_does_not_hang_the_test(tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="not done after 8 s"):
         run_ranks(script, seconds=8)
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.stem)
+def test_launch_configurations_are_read_by_accelerate(path: Path) -> None:
+    config = load_config_from_file(str(path))
+    assert isinstance(config, ClusterConfig)
+    several = path.stem.endswith("two_nodes")
+    assert (config.num_machines, config.num_processes) == ((2, 16) if several else (1, 8))
+    assert f"accelerate launch --config_file examples/configs/{path.name} " in path.read_text()
+    kind = path.stem.removesuffix("_two_nodes")
+    if kind == "ddp":
+        assert config.distributed_type == DistributedType.MULTI_GPU
+        return
+    assert config.distributed_type == DistributedType.DEEPSPEED
+    settings = config.deepspeed_config
+    assert kind == f"zero{settings['zero_stage']}"
+    assert f"create_llm_accelerator(zero_stage={settings['zero_stage']})" in path.read_text()
+    # Otherwise DeepSpeed's launcher asks for pdsh and a list of hosts.
+    assert settings.get("deepspeed_multinode_launcher") == ("standard" if several else None)
+    # Models are partitioned by the agents, not by transformers as they are made.
+    assert settings.get("zero3_init_flag") == (False if kind == "zero3" else None)
+
+
+def two_machines(launcher: str, port: int) -> list[list[str]]:
+    """The commands of docs/distributed.md, with a process each, on two machines that are one."""
+    if launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+        command += ["--nproc_per_node", "1", "--rdzv_backend", "c10d"]
+        return [[*command, "--rdzv_endpoint", f"127.0.0.1:{port}"]] * 2
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    command += ["--config_file", str(CONFIGS / "ddp_two_nodes.yaml")]
+    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    return [[*command, "--machine_rank", machine] for machine in "01"]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate launch"])
+def test_two_machines_find_each_other(launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text(
+        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    machines = [
+        subprocess.Popen(
+            [*command, str(script)],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for command in two_machines(launcher, port)
+    ]
+    try:
+        said = "".join(machine.communicate(timeout=200)[0] for machine in machines)
+    finally:
+        for machine in machines:
+            if machine.poll() is None:
+                os.killpg(machine.pid, signal.SIGKILL)
+                machine.communicate()
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    assert "rank 0 of 2" in said and "rank 1 of 2" in said
