@@ -12,6 +12,7 @@ from agilerl.llm.engine.partition_facts import GATHER, SECTION
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
 
 
 def create_llm_accelerator(
@@ -28,13 +29,13 @@ def create_llm_accelerator(
 
     Args:
         zero_stage: Partition the optimizer with DeepSpeed: 1, or 2; with 3 the frozen base too. 0
-            makes a DeepSpeed accelerator that partitions nothing; None needs no DeepSpeed. Results
-            are the same; memory per process is not.
+            makes a DeepSpeed accelerator that partitions nothing. None: as ``accelerate launch``
+            was configured; otherwise without DeepSpeed. Results are the same; memory per process is
+            not.
         offload_optimizer: Keep the optimizer's state in CPU memory; needs ZeRO stage 1, 2 or 3.
         cpu: Train on CPUs over gloo; None: where there is no GPU.
         gradient_accumulation_steps: Micro-batches per mini-batch of a process, where an agent is
             given no ``micro_batch_size_per_gpu``.
-
         gather_for_generation: With stage 3, put the whole base together once per rollout; it has to
             fit on every process then. False: layer by layer, for every token.
 
@@ -48,7 +49,7 @@ def create_llm_accelerator(
     Raises:
         ValueError: If there is no such stage, nothing that could be offloaded, or nothing that
             could be left apart in rollouts.
-        ImportError: If a stage is asked for and DeepSpeed is not installed.
+        ImportError: If DeepSpeed is asked for and not installed.
     """
     if zero_stage is not None:
         check_zero_stage("zero_stage", zero_stage)
@@ -64,44 +65,53 @@ def create_llm_accelerator(
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     cpu = not torch.cuda.is_available() if cpu is None else cpu
-    if zero_stage is not None:
-        return _with_deepspeed(
-            zero_stage, offload_optimizer, cpu, gradient_accumulation_steps, gather_for_generation
-        )
-    from accelerate import Accelerator
+    # What accelerate launch tells the processes of a distributed_type DEEPSPEED.
+    configured = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if zero_stage is None and not configured:
+        from accelerate import Accelerator
 
-    return Accelerator(cpu=cpu, gradient_accumulation_steps=gradient_accumulation_steps)
+        return Accelerator(cpu=cpu, gradient_accumulation_steps=gradient_accumulation_steps)
+    _import_deepspeed(zero_stage, cpu)
+    from accelerate.utils import DeepSpeedPlugin
+
+    if zero_stage is None:
+        return _with_plugin(DeepSpeedPlugin(), cpu)  # it reads the environment
+    plugin = DeepSpeedPlugin(
+        zero_stage=zero_stage,
+        offload_optimizer_device="cpu" if offload_optimizer else "none",
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        zero3_init_flag=False,
+    )
+    if not gather_for_generation:
+        plugin.deepspeed_config[SECTION] = {GATHER: False}
+    return _with_plugin(plugin, cpu)
 
 
-def _with_deepspeed(
-    zero_stage: int, offload_optimizer: bool, cpu: bool, accumulation_steps: int, gather: bool
-) -> Accelerator:
+def _import_deepspeed(zero_stage: int | None, cpu: bool) -> None:
     if cpu:
         # DeepSpeed reads it when it is imported.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        import deepspeed  # noqa: F401
+        import deepspeed
     except ImportError as error:
         raise ImportError(
             f"zero_stage={zero_stage} needs DeepSpeed: pip install 'agilerl[deepspeed]'"
         ) from error
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+    if cpu:
+        # Its own sum in shared memory would be compiled first, which takes minutes and a compiler;
+        # gloo is there.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-    plugin = DeepSpeedPlugin(
-        zero_stage=zero_stage,
-        offload_optimizer_device="cpu" if offload_optimizer else "none",
-        gradient_accumulation_steps=accumulation_steps,
-        zero3_init_flag=False,
-    )
-    if not gather:
-        plugin.deepspeed_config[SECTION] = {GATHER: False}
+
+def _with_plugin(plugin: DeepSpeedPlugin, cpu: bool) -> Accelerator:
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+    from transformers.integrations import unset_hf_deepspeed_config
+
     # With cpu=True Accelerate would drop the plugin, and without a backend count one process.
     handlers = [InitProcessGroupKwargs(backend="gloo")] if cpu else []
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)
-    if zero_stage == 3:
-        from transformers.integrations import unset_hf_deepspeed_config
-
-        # Or transformers would partition models as it makes them, unseen by the agents' checks.
-        unset_hf_deepspeed_config()
+    # Or transformers would partition models of stage 3 as it makes them, unseen by the agents'
+    # checks.
+    unset_hf_deepspeed_config()
     return accelerator

@@ -24,7 +24,7 @@ EVERY_CASE = CASES | CHECKPOINT_CASES | PARTITION_CASES
 
 def main(folder: Path) -> None:
     # A rank that hangs says where, before the test's own time limit.
-    faulthandler.dump_traceback_later(450, exit=True)
+    faulthandler.dump_traceback_later(850, exit=True)
     for setting, arguments in ARGUMENTS.items():
         # Accelerate allows one accelerator per program; the process group lives on.
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -70,11 +70,40 @@ def test_launch_configurations_are_read_by_accelerate(path: Path) -> None:
     assert config.distributed_type == DistributedType.DEEPSPEED
     settings = config.deepspeed_config
     assert kind == f"zero{settings['zero_stage']}"
-    assert f"create_llm_accelerator(zero_stage={settings['zero_stage']})" in path.read_text()
+    assert "create_llm_accelerator() in train.py, which takes the stage" in path.read_text()
     # Otherwise DeepSpeed's launcher asks for pdsh and a list of hosts.
     assert settings.get("deepspeed_multinode_launcher") == ("standard" if several else None)
     # Models are partitioned by the agents, not by transformers as they are made.
     assert settings.get("zero3_init_flag") == (False if kind == "zero3" else None)
+
+
+def test_the_stage_is_that_of_the_launch_configuration_unless_given(tmp_path: Path) -> None:
+    script = tmp_path / "stages.py"
+    script.write_text(
+        "from accelerate.state import AcceleratorState\n"
+        "from transformers.integrations import is_deepspeed_zero3_enabled\n"
+        "from agilerl.utils.llm_utils import create_llm_accelerator\n"
+        "for stage in ({}, {'zero_stage': 1}):\n"
+        "    AcceleratorState._reset_state(reset_partial_state=True)\n"
+        "    accelerator = create_llm_accelerator(**stage)\n"
+        "    plugin = accelerator.deepspeed_plugin\n"
+        "    stage = plugin.deepspeed_config['zero_optimization']['stage']\n"
+        "    print('found', stage, accelerator.num_processes, is_deepspeed_zero3_enabled())\n"
+    )
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    command += ["--config_file", str(CONFIGS / "zero3.yaml"), str(script)]
+    said = subprocess.run(
+        command,
+        env=os.environ
+        | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        | {"PYTHONPATH": str(CONFIGS.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.count("found 3 2 False") == said.stdout.count("found 1 2 False") == 2
 
 
 def two_machines(launcher: str, port: int) -> list[list[str]]:
