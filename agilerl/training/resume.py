@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agilerl.algorithms.core.restoring import (
+from agilerl.algorithms.core.exact_restore import (
     DamagedCheckpointError,
     SavedAgent,
     read_saved_agent,

@@ -164,7 +164,7 @@ def test_hyperparameters_are_the_checkpoints(
 
 
 def test_a_rate_changed_after_the_last_step_is_taken_up_by_the_next(tmp_path: Path) -> None:
-    from agilerl.algorithms.core.restoring import read_saved_agent
+    from agilerl.algorithms.core.exact_restore import read_saved_agent
 
     (agent,) = make_agents(1)
     env = make_gym()

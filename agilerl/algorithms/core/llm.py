@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 
-from agilerl.algorithms.core import persistence
+from agilerl.algorithms.core import agent_checkpoints
 from agilerl.algorithms.core.accelerators import rank_micro_batch_size
 from agilerl.algorithms.core.acting import action_result, evaluate, unpadded_prompts
 from agilerl.algorithms.core.evolvable import EvolvableAlgorithm
@@ -397,7 +397,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
         Raises:
             FileExistsError: If ``path`` holds something that is not a checkpoint.
         """
-        persistence.save(self, Path(path), lora_only=lora_only, save_optimizer=save_optimizer)
+        agent_checkpoints.save(self, Path(path), lora_only=lora_only, save_optimizer=save_optimizer)
 
     def load_checkpoint(
         self,
@@ -422,7 +422,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
             FileNotFoundError: If there is no checkpoint.
             ValueError: If the LoRA configs differ, each field listed, or a file is damaged.
         """
-        persistence.load_into(
+        agent_checkpoints.load_into(
             self,
             Path(path),
             load_optimizer=load_optimizer,
@@ -447,4 +447,4 @@ class LLMAlgorithm(EvolvableAlgorithm):
             actor_network: The base model, where the checkpoint recorded neither a name to load
                 nor the full actor.
         """
-        return persistence.rebuild(cls, Path(path), device, accelerator, actor_network)
+        return agent_checkpoints.rebuild(cls, Path(path), device, accelerator, actor_network)

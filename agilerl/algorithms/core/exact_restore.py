@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agilerl.algorithms.core import persistence
+from agilerl.algorithms.core import agent_checkpoints
 from agilerl.algorithms.core.plain_values import decode_arguments, decode_value, encode_arguments
 from agilerl.llm import lora_merge
 from agilerl.llm.engine.ranks import ranks_of
@@ -90,7 +90,7 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
     ranks = ranks_of(agent.accelerator)
     try:
         saved, attributes, optimizer = ranks.together(
-            lambda: persistence.read(path, load_optimizer=True)
+            lambda: agent_checkpoints.read(path, load_optimizer=True)
         )
     except (ValueError, FileNotFoundError) as error:
         raise DamagedCheckpointError(str(error)) from error
@@ -101,7 +101,7 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
         lora_merge.check_same_config(agent.policy.lora_config, adapter.config)
     settings = _settings(agent, attributes["arguments"])
     with _having(agent, settings):
-        engine = persistence.restored_engine(agent, optimizer)
+        engine = agent_checkpoints.restored_engine(agent, optimizer)
     _restore_rates(engine, optimizer)
     return SavedAgent(
         agent=agent,
@@ -112,7 +112,7 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
         },
         settings=settings,
         history=_history(agent, path, attributes["history"]),
-        rng=_generator(path, persistence.own_rng_state(attributes, ranks)),
+        rng=_generator(path, agent_checkpoints.own_rng_state(attributes, ranks)),
         engine=engine,
         bad_steps=int(attributes.get("bad_steps", 0)),
     )
