@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from agilerl.llm.prompts import PromptEncoder
+from agilerl.llm_envs.fingerprint import fingerprint
 from agilerl.typing import ReasoningPrompts
 
 if TYPE_CHECKING:
@@ -73,6 +74,15 @@ class PromptSplit:
             texts = [self._encoder.render(question) for question in self.questions]
             self._lengths = [len(ids) for ids in self._encoder.tokenize(texts)]
         return self._lengths
+
+    def fingerprint(self) -> str:
+        """A digest of questions, answers and what makes prompts of them.
+
+        Of the templates rather than of rendered prompts, into which some write the date.
+        """
+        chat_template = getattr(self._encoder.tokenizer, "chat_template", None)
+        templates = (self._encoder.conversation_template, chat_template)
+        return fingerprint([templates, *zip(self.questions, self.answers, strict=True)])
 
     def _drop_long_prompts(self, name: str, max_context_length: int) -> None:
         lengths = self.lengths()

@@ -155,6 +155,13 @@ class ReasoningGym:
         """
         return self._train.lengths() + self._test.lengths()
 
+    def fingerprint(self) -> str:
+        """Tells these data from others: digests of the training and of the test split.
+
+        Of questions, answers and templates; rows left out as too long do not count.
+        """
+        return f"{self._train.fingerprint()}-{self._test.fingerprint()}"
+
     def reset(self, reset_dataloaders: bool = False) -> list[ReasoningPrompts]:
         """Hand out the training batch that waits; in ``eval_mode`` the first test batch.
 

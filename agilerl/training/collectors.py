@@ -26,14 +26,14 @@ class ReasoningCollector:
     """Collects from a ``ReasoningGym``; may be shared, each ``collect`` consumes the next batch.
 
     Args:
-        env: The environment. Its next training batch is drawn at once.
+        env: The environment. Its next training batch is drawn at once. A resumed run knows its
+            data again by ``env.fingerprint()``, or without that method by the prompts' lengths.
     """
 
     def __init__(self, env: SingleTurnEnv) -> None:
         self.env = env
         self._prompts = env.reset()
-        lengths = ",".join(map(str, env.prompt_lengths()))
-        self._prompts_digest = hashlib.sha256(lengths.encode()).hexdigest()[:16]
+        self._data = _told_apart(env)
 
     @property
     def num_epochs(self) -> int:
@@ -77,7 +77,7 @@ class ReasoningCollector:
 
     def state_dict(self) -> dict[str, Any]:
         """The environment's position in its data, and what tells these data from others."""
-        return {"prompt_lengths": self._prompts_digest, "position": self.env.state_dict()}
+        return {**self._data, "position": self.env.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position."""
@@ -151,6 +151,15 @@ class MultiTurnCollector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position."""
         self.order.load_state_dict(state["position"])
+
+
+def _told_apart(env: SingleTurnEnv) -> dict[str, str]:
+    """What tells an environment's data from others, under the name that an error gives it."""
+    fingerprint = getattr(env, "fingerprint", None)
+    if fingerprint is not None:
+        return {"questions_and_answers": fingerprint()}
+    lengths = ",".join(map(str, env.prompt_lengths()))
+    return {"prompt_lengths": hashlib.sha256(lengths.encode()).hexdigest()[:16]}
 
 
 def _episode_facts(episodes: Episodes) -> dict[str, float]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agilerl.llm_envs import ReasoningGym, RewardError
 from agilerl.llm_envs.base import TrainingOrder
+from agilerl.llm_envs.fingerprint import fingerprint
 from agilerl.testing import (
     SPELL_BACKWARD_CONVERSATION,
     byte_tokenizer,
@@ -450,6 +452,33 @@ def test_prompt_lengths_count_the_template_once(make_env: MakeEnv, limit: int | 
     assert env.prompt_lengths() == expected
     env._train._encoder = env._test._encoder = None  # type: ignore[assignment]
     assert env.prompt_lengths() == expected
+
+
+def test_the_fingerprint_is_of_questions_answers_and_templates(make_env: MakeEnv) -> None:
+    def rows(question: str = "2+2", answer: Any = "4") -> Dataset:
+        return Dataset.from_dict({"question": ["1+1", question], "answer": [["2"], [answer]]})
+
+    own = make_env(train_dataset=rows(), data_batch_size_per_gpu=2).fingerprint()
+    assert make_env(train_dataset=rows(), data_batch_size_per_gpu=1, seed=9).fingerprint() == own
+    others = (
+        {"train_dataset": rows(question="3+1")},
+        {"train_dataset": rows(answer="5")},
+        {"train_dataset": rows().select([1, 0])},
+        {"train_dataset": rows(), "test_dataset": sums(101, 5)},
+        {
+            "train_dataset": rows(),
+            "conversation_template": [{"role": "user", "content": "{question}"}],
+        },
+    )
+    assert len({own, *(make_env(**other).fingerprint() for other in others)}) == 6
+
+
+def test_answers_of_any_kind_have_a_fingerprint() -> None:
+    """Objects would be other ones in a resumed run, so their addresses must not count."""
+    answers = [{"a": 1}, None, float("nan"), object(), np.arange(3), torch.ones(2), {(1, 2): 3}]
+    again = [*answers[:3], object(), *answers[4:]]
+    assert fingerprint(again) == fingerprint(answers)
+    assert fingerprint([*answers[:4], np.arange(4)[1:], *answers[5:]]) != fingerprint(answers)
 
 
 # --- bad input ----------------------------------------------------------------------------------

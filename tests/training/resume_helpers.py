@@ -44,11 +44,13 @@ class After:
             os.kill(os.getpid(), self.number)
 
 
-def dataset(prefix: str, rows: int) -> Dataset:
-    return Dataset.from_list([{"question": f"{prefix}{i}?", "answer": "a"} for i in range(rows)])
+def dataset(prefix: str, rows: int, answer: str = "a") -> Dataset:
+    return Dataset.from_list([{"question": f"{prefix}{i}?", "answer": answer} for i in range(rows)])
 
 
-def make_gym(hook: Hook = nothing, rows: int = 5, seed: int = 42) -> ReasoningGym:
+def make_gym(
+    hook: Hook = nothing, rows: int = 5, seed: int = 42, word: str = "train", answer: str = "a"
+) -> ReasoningGym:
     """Five questions, two at a time; rewards have noise from all three global streams.
 
     ``hook`` is called when a training batch is scored.
@@ -65,7 +67,7 @@ def make_gym(hook: Hook = nothing, rows: int = 5, seed: int = 42) -> ReasoningGy
             return super().step(completion_ids)
 
     return HookedGym(
-        dataset("train", rows),
+        dataset(word, rows, answer),
         dataset("test", 3),
         TOKENIZER,
         reward,

@@ -26,6 +26,7 @@ from resume_helpers import (
 )
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.training.collectors import ReasoningCollector
 from agilerl.training.run_checkpoint import (
     best_checkpoint,
     complete_checkpoints,
@@ -221,7 +222,8 @@ def test_a_pickle_with_code_in_it_is_refused(run: Path, tmp_path: Path) -> None:
         ({"rows": 6}, "rows of the environment: 5 there, 6 here"),
         ({"seed": 1}, "seed of the environment: 42 there, 1 here"),
         ({"name": "other"}, "environment: 'ReasoningGym' there, 'other' here"),
-        ({"content": "longer questions"}, "prompt_lengths of the environment"),
+        ({"word": "brain"}, "questions_and_answers of the environment"),
+        ({"answer": "b"}, "questions_and_answers of the environment"),
         ({"lora": 4}, "LoRA configs differ .r: agent has 4, checkpoint 2"),
         ({"reference": False}, r"adapters are \['actor', 'reference'\], this agent's \['actor'\]"),
     ],
@@ -235,14 +237,25 @@ def test_another_run_is_refused(options: dict[str, Any], says: str, run: Path) -
         arguments["lora_config"] = LoraConfig(r=options["lora"], target_modules=targets)
     if "reference" in options:
         arguments["use_separate_reference_adapter"] = False
-    env = make_gym(rows=options.get("rows", 5), seed=options.get("seed", 42))
+    data = {name: options[name] for name in ("rows", "seed", "word", "answer") if name in options}
+    env = make_gym(**data)
     env.name = options.get("name", env.name)
-    if "content" in options:
-        env._train._lengths = [length + 1 for length in env._train.lengths()]
     before = sorted(run.rglob("*"))
     with pytest.raises(ValueError, match=says):
         resume(run, pop=make_agents(options.get("pop", 1), **arguments), env=env)
     assert sorted(run.rglob("*")) == before
+
+
+def test_data_of_environments_without_fingerprint_are_known_by_their_lengths(
+    tmp_path: Path,
+) -> None:
+    class Longer(FakeGym):
+        def prompt_lengths(self) -> list[int]:
+            return [2 * length for length in super().prompt_lengths()]
+
+    saved, same, longer = (ReasoningCollector(gym()) for gym in (FakeGym, FakeGym, Longer))
+    assert saved.state_dict() == same.state_dict()
+    assert saved.state_dict()["prompt_lengths"] != longer.state_dict()["prompt_lengths"]
 
 
 def test_agents_with_environments_of_their_own_are_told_from_sharing_ones(tmp_path: Path) -> None:
