@@ -17,10 +17,14 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar, cast
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+READ_ATTEMPTS = 5
 
 
 @contextlib.contextmanager
@@ -72,6 +76,50 @@ def complete_directory(path: Path, marker: str) -> Path:
         f"{path} holds no checkpoint: there is no {marker} in it; pass the directory that "
         "save_checkpoint wrote"
     )
+
+
+def read_directory(path: Path, marker: str, read: Callable[[Path], T]) -> T:
+    """What ``read`` makes of the directory at ``path``, all of it from one writer.
+
+    Another process may replace the directory meanwhile; then it is read again.
+
+    Args:
+        path: As given to :func:`atomic_directory`.
+        marker: Likewise.
+        read: Called with the directory that is there; its errors are raised if that stayed.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        RuntimeError: If it was replaced in every of some attempts.
+    """
+    for _ in range(READ_ATTEMPTS):
+        folder = complete_directory(path, marker)
+        try:
+            # While it is open its number on the disk is not given to another.
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            result, error = read(folder), None
+        except (OSError, ValueError) as raised:
+            result, error = None, raised
+        finally:
+            same = _is_there(folder, descriptor)
+            os.close(descriptor)
+        if same and error is not None:
+            raise error
+        if same:
+            return cast(T, result)
+    raise RuntimeError(
+        f"{path} was replaced faster than it could be read, {READ_ATTEMPTS} times; read a copy"
+    )
+
+
+def _is_there(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def holds_directory(path: Path, marker: str) -> bool:

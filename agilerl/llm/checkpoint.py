@@ -30,7 +30,7 @@ import torch
 from transformers import GenerationConfig
 
 from agilerl.llm.adapter_files import adapter_state_dict, save_adapter
-from agilerl.llm.atomic_directory import atomic_directory, complete_directory
+from agilerl.llm.atomic_directory import atomic_directory
 from agilerl.llm.base_weights import base_state_dict
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.engine.ranks import Ranks
@@ -102,22 +102,23 @@ def adapter_folders(saved: Saved) -> Part:
 def full_actor(saved: Saved) -> Part:
     """Base and adapters, and the configurations that the base is rebuilt from."""
     model, slots = saved.policy.model, saved.policy.slots
-    with saved.policy.base.whole():
+
+    def read() -> dict[str, Any]:
         if saved.ranks.rank > 0:
-            return Part()
-        state = base_state_dict(model) | adapter_state_dict(model, slots["actor"])
-    others = {role: slot for role, slot in slots.items() if role != "actor"}
-    base = model.get_base_model()
-    generation = base.generation_config or GenerationConfig()
-    return Part(
-        {
-            "actor_state_dict": state,
+            return {}
+        others = {role: slot for role, slot in slots.items() if role != "actor"}
+        base = model.get_base_model()
+        generation = base.generation_config or GenerationConfig()
+        return {
+            "actor_state_dict": base_state_dict(model) | adapter_state_dict(model, slots["actor"]),
             "adapter_state_dicts": {r: adapter_state_dict(model, s) for r, s in others.items()},
             "model_config": base.config.to_json_string(use_diff=False),
             # It decides which tokens end a completion, and need not be what the config implies.
             "generation_config": generation.to_json_string(use_diff=False),
         }
-    )
+
+    with saved.policy.base.whole():
+        return Part(saved.ranks.together(read))
 
 
 def whole_optimizer(saved: Saved) -> Part:
@@ -128,7 +129,7 @@ def whole_optimizer(saved: Saved) -> Part:
 def sharded_optimizer(saved: Saved) -> Part:
     """The same, with every process's moments in a file of its own."""
     engine, ranks = cast("ZeroEngine", saved.engine), saved.ranks
-    shard = engine.shard()
+    shard = ranks.together(engine.shard)
     return Part(
         {"optimizer": engine.settings_dict(), "optimizer_shards": ranks.count},
         lambda folder: write_shard(folder, ranks.rank, shard),
@@ -180,7 +181,7 @@ def save_checkpoint(
         for part in parts:
             part.write(folder)
         if ranks.rank == 0:
-            torch.save(content, folder / ATTRIBUTES_FILE)
+            _save_attributes(content, folder / ATTRIBUTES_FILE)
 
     with contextlib.ExitStack() as directory:  # rank 0's
         folder = ranks.first(
@@ -190,16 +191,25 @@ def save_checkpoint(
         ranks.first(directory.close)
 
 
-def load_attributes(path: Path) -> dict[str, Any]:
-    """The content of ``attributes.pt``; never runs code from the file.
+def _save_attributes(content: dict[str, Any], file: Path) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise OSError(f"{file} could not be written: {error}") from error
+
+
+def load_attributes(folder: Path) -> dict[str, Any]:
+    """The content of a checkpoint's ``attributes.pt``; never runs code from the file.
 
     Raises:
-        FileNotFoundError: If there is no checkpoint.
-        ValueError: If the file is truncated, tampered with, or of an unknown format.
+        FileNotFoundError: If it is not there.
+        ValueError: If it is truncated, tampered with, or of an unknown format.
     """
-    file = complete_directory(path, ATTRIBUTES_FILE) / ATTRIBUTES_FILE
+    file = folder / ATTRIBUTES_FILE
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
     except Exception as error:  # not quoted: torch's message advises to load without this safety
         raise ValueError(
             f"{file} cannot be loaded safely: it is truncated, damaged, or holds pickled code; use "
@@ -226,11 +236,11 @@ def load_attributes(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_optimizer(path: Path, attributes: Mapping[str, Any]) -> dict[str, Any] | None:
+def load_optimizer(folder: Path, attributes: Mapping[str, Any]) -> dict[str, Any] | None:
     """Optimizer and schedule in the form that every engine loads; None if none were saved.
 
     Args:
-        path: The checkpoint.
+        folder: The checkpoint.
         attributes: Its :func:`load_attributes`.
 
     Raises:
@@ -247,8 +257,8 @@ def load_optimizer(path: Path, attributes: Mapping[str, Any]) -> dict[str, Any] 
             raise ValueError(f"it is of {processes!r} processes")
     except Exception as error:
         raise ValueError(
-            f"the optimizer of {path} is damaged ({error!r}); use another checkpoint, or load "
+            f"the optimizer of {folder} is damaged ({error!r}); use another checkpoint, or load "
             "without load_optimizer"
         ) from error
-    moments = read_shards(complete_directory(path, ATTRIBUTES_FILE), processes, parameters)
+    moments = read_shards(folder, processes, parameters)
     return {**state, "optimizer": {**state["optimizer"], "state": moments}}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agilerl.algorithms.core.checkpoint_content import DamagedCheckpointError
 from agilerl.algorithms.core.exact_restore import (
-    DamagedCheckpointError,
     SavedAgent,
     read_saved_agent,
 )

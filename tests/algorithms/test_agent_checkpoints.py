@@ -184,6 +184,16 @@ def test_a_plain_peft_directory_becomes_the_actor(tmp_path: Path) -> None:
         agent.load_checkpoint(tmp_path, load_optimizer=True)
 
 
+def test_the_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    agent = trained_agent()
+    agent.save_checkpoint("~/run")
+    for path in ("~/run", "~/run/actor"):
+        other = make_agent()
+        other.load_checkpoint(path)
+        assert torch.equal(weights(other), weights(agent))
+
+
 def test_lora_mismatch_lists_each_field(tmp_path: Path) -> None:
     make_agent(lora_config=lora(r=2, lora_alpha=4)).save_checkpoint(tmp_path / "run")
     agent = make_agent(lora_config=lora(target_modules=["q_proj"]))

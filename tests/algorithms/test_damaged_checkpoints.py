@@ -81,6 +81,25 @@ def test_truncated_files(run: Path, file: Path, share: float) -> None:
     refuse(run, r"(truncated|damaged).*use another checkpoint")
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rng_states": ["x"]}, "rng_state is no state of a generator"),
+        ({"history": {"index": 0}}, r"history lacks \['fitness'"),
+    ],
+)
+def test_what_only_a_rebuilt_agent_needs(run: Path, changes: dict[str, Any], says: str) -> None:
+    edit_attributes(run, **changes)
+    with pytest.raises(ValueError, match=rf"damaged.*{says}.*another checkpoint"):
+        GRPO.load(run, actor_network=small_model())
+    make_agent().load_checkpoint(run)
+
+
+def test_a_plain_adapter_says_nothing_of_an_agent(run: Path) -> None:
+    with pytest.raises(ValueError, match=r"plain PEFT directory.*GRPO\(.*load_checkpoint"):
+        GRPO.load(run / "actor", actor_network=small_model())
+
+
 def test_text_in_place_of_a_file(run: Path) -> None:
     (run / CONFIG).write_text("{not json")
     refuse(run, r"adapter_config.json is damaged.*another checkpoint")

@@ -249,6 +249,21 @@ def make_other_state() -> dict[str, Any]:
 
 
 @case
+def other_schedule(accelerator: Any) -> dict[str, Any]:
+    """A state saved at another learning rate and without a schedule, loaded where there is one."""
+    saving = make_agent(accelerator, lr=0.5)
+    mine(accelerator).learned_by(saving)
+    agent = make_agent(accelerator, cosine_lr_schedule_config=COSINE)
+    before = agent.optimizer.param_groups[0]["lr"]
+    agent.engine.load_state_dict(saving.engine.state_dict())
+    saving.clean_up()
+    rates = [before, agent.optimizer.param_groups[0]["lr"]]
+    mine(accelerator).learned_by(agent)
+    agent.clean_up()
+    return {"rates": rates}
+
+
+@case
 def fresh_optimizer(accelerator: Any) -> dict[str, Any]:
     """Starting afresh: the weights stay, and the next step is a first one."""
     agent = make_agent(accelerator)

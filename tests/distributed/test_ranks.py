@@ -232,6 +232,13 @@ def test_the_state_of_a_single_process_goes_on_on_ranks(ranks: Ranks) -> None:
         assert "number or shape" in ranks[0]["refusal"]
 
 
+@each_setting("other_schedule")
+def test_a_loaded_state_leaves_the_learning_rate_alone(ranks: Ranks) -> None:
+    for rank in ranks:
+        before, after = rank["rates"]
+        assert before == after == pytest.approx(1e-3 / 3)
+
+
 @each_setting("fresh_optimizer")
 def test_a_fresh_optimizer_steps_as_at_first(ranks: Ranks) -> None:
     agent, metrics = alone()

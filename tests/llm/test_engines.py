@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from agilerl.llm.config import CosineLRScheduleConfig
 from agilerl.llm.engine.all_reduce import AllReduceEngine
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.engine.ranks import Ranks, mean_and_std
+
+SCHEDULE = CosineLRScheduleConfig(num_epochs=10, warmup_proportion=0.2)
 
 
 def trained_engine(value: float = 1.0) -> tuple[nn.Parameter, LocalEngine]:
@@ -51,3 +54,31 @@ def test_mean_and_std_are_unbiased(values: list[float]) -> None:
     assert count == len(values)
     assert mean == pytest.approx(float(tensor.mean()) if values else 0.0)
     assert std == pytest.approx(float(tensor.std()) if len(values) > 1 else 0.0)
+
+
+@pytest.mark.parametrize("saved_schedule", [None, SCHEDULE])
+@pytest.mark.parametrize("live_schedule", [None, SCHEDULE])
+def test_the_live_learning_rate_is_kept_whatever_was_saved(
+    saved_schedule: CosineLRScheduleConfig | None, live_schedule: CosineLRScheduleConfig | None
+) -> None:
+    source = LocalEngine([nn.Parameter(torch.ones(2))], 0.1, saved_schedule)
+    for _ in range(3):
+        source.advance_schedule()
+    engine = LocalEngine([nn.Parameter(torch.ones(2))], 0.02, live_schedule)
+    start = engine.optimizer.param_groups[0]["lr"]
+    engine.load_state_dict(source.state_dict())
+    (group,) = engine.optimizer.param_groups
+    if live_schedule is None:
+        assert group["lr"] == 0.02 and "initial_lr" not in group
+        return
+    # A saved place in the schedule is taken over; else the engine stays where it is: warming up.
+    reached = source.optimizer.param_groups[0]["lr"] / 0.1 * 0.02
+    assert group["lr"] == (start if saved_schedule is None else pytest.approx(reached))
+    assert group["initial_lr"] == 0.02 and start == pytest.approx(0.01)
+    engine.advance_schedule()
+    (group,) = engine.optimizer.param_groups
+    position = 1 if saved_schedule is None else 4
+    other = LocalEngine([nn.Parameter(torch.ones(2))], 0.02, live_schedule)
+    for _ in range(position):
+        other.advance_schedule()
+    assert group["lr"] == pytest.approx(other.optimizer.param_groups[0]["lr"])

@@ -1,11 +1,12 @@
-"""Agents to checkpoints and back; the files are :mod:`agilerl.llm.checkpoint`'s business."""
+"""Agents to checkpoints and back.
+
+The files are :mod:`agilerl.llm.checkpoint`'s business, reading them ``checkpoint_content``'s.
+"""
 
 from __future__ import annotations
 
 import json
-import logging
 import warnings
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,18 +15,13 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from agilerl.algorithms.core.plain_values import (
-    decode_arguments,
-    decode_value,
-    encode_arguments,
-    encode_value,
-)
+from agilerl.algorithms.core.checkpoint_content import CheckpointContent, read_content
+from agilerl.algorithms.core.plain_values import decode_value, encode_arguments, encode_value
 from agilerl.llm import checkpoint, lora_merge
-from agilerl.llm.adapter_files import ADAPTER_FILE, LoadedAdapter, load_adapter
-from agilerl.llm.atomic_directory import complete_directory
-from agilerl.llm.base_weights import adapter_part, base_part, changed_base, overwrite_base
+from agilerl.llm.adapter_files import LoadedAdapter
+from agilerl.llm.base_weights import base_part, changed_base, overwrite_base
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.engine.ranks import Ranks, ranks_of
+from agilerl.llm.engine.ranks import ranks_of
 from agilerl.llm.shared_base import load_base
 
 if TYPE_CHECKING:
@@ -34,8 +30,6 @@ if TYPE_CHECKING:
     from agilerl.algorithms.core.llm import LLMAlgorithm
 
     AgentT = TypeVar("AgentT", bound=LLMAlgorithm)
-
-logger = logging.getLogger(__name__)
 
 
 def save(agent: LLMAlgorithm, path: Path, *, lora_only: bool, save_optimizer: bool) -> None:
@@ -69,14 +63,30 @@ def load_into(
         FileNotFoundError: If there is no checkpoint, or it lacks a file.
         ValueError: If it is damaged, or does not fit the agent.
     """
-    saved, attributes, optimizer = ranks_of(agent.accelerator).together(
-        lambda: read(path, load_optimizer)
+    content = read_content(path, ranks_of(agent.accelerator), load_optimizer=load_optimizer)
+    _load_content(
+        agent,
+        content,
+        load_optimizer=load_optimizer,
+        reference_from_actor=reference_from_actor,
+        merge=merge,
     )
+
+
+def _load_content(
+    agent: LLMAlgorithm,
+    content: CheckpointContent,
+    *,
+    load_optimizer: bool,
+    reference_from_actor: bool,
+    merge: bool,
+) -> None:
+    saved, optimizer = content.adapters, content.optimizer
     roles = {"actor": saved["actor"]}
     if "reference" in agent.policy.slots:
         own = saved.get("reference")
         roles["reference"] = saved["actor"] if reference_from_actor or own is None else own
-    full = attributes.get("actor_state_dict")
+    full = content.attributes.get("actor_state_dict")
     base = {} if full is None else changed_base(agent.policy, full)
     merged = _merged_config(agent, roles, merge)
     rebuilt: AbstractContextManager[None] = nullcontext()
@@ -103,8 +113,9 @@ def load_into(
     if load_optimizer and engine is None:
         reason = "it holds none" if merged is None else "its LoRA config was merged with another"
         warnings.warn(
-            f"no optimizer state was loaded from {path}: {reason}; the optimizer starts afresh",
-            stacklevel=3,
+            f"no optimizer state was loaded from {content.path}: {reason}; the optimizer starts "
+            "afresh",
+            stacklevel=4,
         )
 
 
@@ -116,13 +127,16 @@ def rebuild(
     actor_network: PreTrainedModel | PeftModel | None,
 ) -> AgentT:
     """Make an agent from a checkpoint alone, or from it and a base model."""
-    attributes = checkpoint.load_attributes(path)
-    if attributes["algo"] != cls.__name__:
+    ranks = ranks_of(accelerator)
+    content = read_content(path, ranks, load_optimizer=True)
+    if not content.attributes:
         raise ValueError(
-            f"{path} is a checkpoint of {attributes['algo']}, not {cls.__name__}; use "
-            f"{attributes['algo']}.load"
+            f"{path} is a plain PEFT directory, and says nothing of an agent; make one with "
+            f"{cls.__name__}(...), then call its load_checkpoint"
         )
-    arguments = decode_arguments(attributes["arguments"])
+    algo, arguments = content.attributes["algo"], content.arguments()
+    if algo != cls.__name__:
+        raise ValueError(f"{path} is a checkpoint of {algo}, not {cls.__name__}; use {algo}.load")
     unknown = sorted(arguments.keys() - set(cls.argument_names()))
     if unknown:
         raise ValueError(
@@ -130,37 +144,20 @@ def rebuild(
             "the version that saved it"
         )
     if actor_network is None:
-        actor_network = _base_from(path, attributes, arguments, device)
+        actor_network = ranks.together(lambda: _base_from(content, arguments, device))
     arguments |= {"actor_network": actor_network, "device": device, "accelerator": accelerator}
     agent = cls(**arguments)
-    has_optimizer = "optimizer" in attributes
-    load_into(agent, path, load_optimizer=has_optimizer, reference_from_actor=False, merge=False)
-    for name in ("index", *agent._history):
-        setattr(agent, name, attributes["history"][name])
-    agent.rng.set_state(own_rng_state(attributes, ranks_of(accelerator)))
+    _load_content(
+        agent,
+        content,
+        load_optimizer=content.optimizer is not None,
+        reference_from_actor=False,
+        merge=False,
+    )
+    for name, value in content.history(("index", *agent._history)).items():
+        setattr(agent, name, value)
+    agent.rng.set_state(content.generator(ranks).get_state())
     return agent
-
-
-def own_rng_state(attributes: dict[str, Any], ranks: Ranks) -> torch.Tensor:
-    """The saved state of this rank's generator; rank 0's if there were other ranks."""
-    states = attributes.get("rng_states") or [attributes["rng_state"]]
-    if len(states) == ranks.count:
-        state: torch.Tensor = states[ranks.rank]
-        return state
-    logger.warning(
-        "the checkpoint is of %d processes and read by %d: sampling goes on differently",
-        len(states),
-        ranks.count,
-    )
-    first: torch.Tensor = attributes["rng_state"]
-    if ranks.rank == 0:
-        return first
-    # Not all ranks may sample the same.
-    return (
-        torch.Generator()
-        .manual_seed(int(first[:8].view(torch.int64)) % 2**32 + ranks.rank)
-        .get_state()
-    )
 
 
 def _attributes(agent: LLMAlgorithm) -> dict[str, Any]:
@@ -176,44 +173,6 @@ def _attributes(agent: LLMAlgorithm) -> dict[str, Any]:
         "base_name": agent.model_name or model.name_or_path or None,
         "base_dtype": encode_value(model.dtype, "base_dtype"),
     }
-
-
-def read(
-    path: Path, load_optimizer: bool
-) -> tuple[dict[str, LoadedAdapter], dict[str, Any], dict[str, Any] | None]:
-    """The adapters by role, the attributes, and the optimizer if asked for and there.
-
-    A plain PEFT directory has an actor only.
-    """
-    if (path / ADAPTER_FILE).is_file():
-        return {"actor": load_adapter(path)}, {}, None
-    attributes = checkpoint.load_attributes(path)
-    adapters = ADAPTERS_OF[attributes["lora_only"]](path, attributes)
-    optimizer = checkpoint.load_optimizer(path, attributes) if load_optimizer else None
-    return adapters, attributes, optimizer
-
-
-def _from_folders(path: Path, attributes: Mapping[str, Any]) -> dict[str, LoadedAdapter]:
-    folder = complete_directory(path, checkpoint.ATTRIBUTES_FILE)
-    return {role: load_adapter(folder / role) for role in attributes["roles"]}
-
-
-def _from_full_actor(path: Path, attributes: Mapping[str, Any]) -> dict[str, LoadedAdapter]:
-    config = decode_arguments(attributes["arguments"]).get("lora_config")
-    states = {"actor": adapter_part(attributes["actor_state_dict"])}
-    states |= attributes["adapter_state_dicts"]
-    if config is None or not all(isinstance(state, dict) for state in states.values()):
-        raise ValueError(
-            f"{path} is damaged: it lacks its lora_config or an adapter; use another checkpoint"
-        )
-    return {role: LoadedAdapter(config, tensors) for role, tensors in states.items()}
-
-
-ADAPTERS_OF: Mapping[bool, Callable[[Path, Mapping[str, Any]], dict[str, LoadedAdapter]]] = {
-    # lora_only, as it was saved
-    True: _from_folders,
-    False: _from_full_actor,
-}
 
 
 def _merged_config(
@@ -260,9 +219,10 @@ def restored_engine(agent: LLMAlgorithm, state: Any) -> LocalEngine:
 
 
 def _base_from(
-    path: Path, attributes: dict[str, Any], arguments: dict[str, Any], device: str | torch.device
+    content: CheckpointContent, arguments: dict[str, Any], device: str | torch.device
 ) -> PreTrainedModel:
     """The base model: from the full actor if the checkpoint holds it, else by its name or path."""
+    attributes, path = content.attributes, content.path
     if "actor_state_dict" in attributes:
         return _base_from_state(attributes)
     name, settings = attributes.get("base_name"), arguments.get("model_config")

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agilerl.algorithms.core import agent_checkpoints
-from agilerl.algorithms.core.plain_values import decode_arguments, decode_value, encode_arguments
+from agilerl.algorithms.core.agent_checkpoints import restored_engine
+from agilerl.algorithms.core.checkpoint_content import DamagedCheckpointError, read_content
+from agilerl.algorithms.core.plain_values import decode_arguments, encode_arguments
 from agilerl.llm import lora_merge
 from agilerl.llm.engine.ranks import ranks_of
 
@@ -39,10 +40,6 @@ _OF_THE_AGENT = (
     "use_vllm",
     "vllm_config",
 )
-
-
-class DamagedCheckpointError(ValueError):
-    """A checkpoint's file is missing or its content not what was written."""
 
 
 @dataclass(frozen=True)
@@ -89,30 +86,32 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
     """
     ranks = ranks_of(agent.accelerator)
     try:
-        saved, attributes, optimizer = ranks.together(
-            lambda: agent_checkpoints.read(path, load_optimizer=True)
-        )
+        content = read_content(path, ranks, load_optimizer=True)
     except (ValueError, FileNotFoundError) as error:
         raise DamagedCheckpointError(str(error)) from error
-    if optimizer is None:
+    if content.optimizer is None:
         raise ValueError(f"{path} holds no optimizer state; save it with save_optimizer=True")
+    saved, attributes = content.adapters, content.attributes
     _check_identity(agent, path, attributes, set(saved))
     for adapter in saved.values():
         lora_merge.check_same_config(agent.policy.lora_config, adapter.config)
+    adapters = {
+        role: lora_merge.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
+        for role, adapter in saved.items()
+    }
     settings = _settings(agent, attributes["arguments"])
+    history, rng = content.history(agent._history), content.generator(ranks)
+    # Last, as from here on there is an engine that would have to be closed.
     with _having(agent, settings):
-        engine = agent_checkpoints.restored_engine(agent, optimizer)
-    _restore_rates(engine, optimizer)
+        engine = restored_engine(agent, content.optimizer)
+    _restore_rates(engine, content.optimizer)
     return SavedAgent(
         agent=agent,
         path=path,
-        adapters={
-            role: lora_merge.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
-            for role, adapter in saved.items()
-        },
+        adapters=adapters,
         settings=settings,
-        history=_history(agent, path, attributes["history"]),
-        rng=_generator(path, agent_checkpoints.own_rng_state(attributes, ranks)),
+        history=history,
+        rng=rng,
         engine=engine,
         bad_steps=int(attributes.get("bad_steps", 0)),
     )
@@ -158,24 +157,6 @@ def _settings(agent: LLMAlgorithm, saved: dict[str, Any]) -> dict[str, Any]:
         for name, value in decode_arguments(saved).items()
         if name in own and name not in _OF_THE_AGENT
     }
-
-
-def _history(agent: LLMAlgorithm, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    missing = [name for name in agent._history if name not in saved]
-    if missing:
-        raise DamagedCheckpointError(
-            f"{path} is damaged: its history lacks {missing}; use another checkpoint"
-        )
-    return {name: decode_value(saved[name]) for name in agent._history}
-
-
-def _generator(path: Path, state: torch.Tensor) -> torch.Generator:
-    try:
-        return torch.Generator().set_state(state)
-    except (RuntimeError, TypeError) as error:
-        raise DamagedCheckpointError(
-            f"{path} is damaged: its rng_state is no state of a generator; use another checkpoint"
-        ) from error
 
 
 @contextlib.contextmanager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,13 +33,20 @@ def cosine_schedule(
     return SequentialLR(optimizer, schedules, milestones=[warmup] if warmup else [])
 
 
+def scheduled_rate(group: Mapping[str, Any], lr: float) -> float:
+    """A parameter group's learning rate at its place in the schedule, with ``lr`` as the peak."""
+    peak = group.get("initial_lr", group["lr"])
+    if peak in (0, lr):
+        return float(group["lr"] if peak else lr)
+    return float(lr * group["lr"] / peak)
+
+
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, lr: float, scheduler: SequentialLR | None = None
 ) -> None:
     """Set the learning rate at once; under a schedule its peak, the position kept."""
     for group in optimizer.param_groups:
-        peak = group.get("initial_lr", group["lr"])
-        group["lr"] = lr if scheduler is None or peak == 0 else lr * group["lr"] / peak
+        group["lr"] = lr if scheduler is None else scheduled_rate(group, lr)
         if "initial_lr" in group:
             group["initial_lr"] = lr
     if scheduler is not None:
@@ -109,12 +117,31 @@ class LocalEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore moments and schedule position; the live learning rate is kept."""
-        lr = self.lr
-        # torch would keep the given moments, and step them in place.
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        if self.scheduler is not None and state["scheduler"] is not None:
+        with self._keeping_rate(state):
+            # torch would keep the given moments, and step them in place.
+            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+
+    @contextlib.contextmanager
+    def _keeping_rate(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Within it the optimizer is loaded; then schedule position and learning rate are set.
+
+        Of a saved learning rate nothing is taken but, where both have a schedule, how far it was.
+        """
+        resumed = self.scheduler is not None and state["scheduler"] is not None
+        (live,) = self.optimizer.param_groups
+        (saved,) = state["optimizer"]["param_groups"]
+        rate = scheduled_rate(saved if resumed else live, self.lr)
+        yield
+        (group,) = self.optimizer.param_groups
+        group.pop("initial_lr", None)
+        group["lr"] = self.lr
+        if self.scheduler is None:
+            return
+        if resumed:
             self.scheduler.load_state_dict(state["scheduler"])
-        set_learning_rate(self.optimizer, lr, self.scheduler)
+        group["lr"], group["initial_lr"] = rate, self.lr
+        for schedule in self.scheduler._schedulers:
+            schedule.base_lrs = [self.lr]
 
     def close(self) -> None:
         """Let go of the parameters; the engine must not be used afterwards."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from agilerl.llm.config import CosineLRScheduleConfig
-from agilerl.llm.engine.local import LocalEngine, set_learning_rate
+from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.engine.ranks import Ranks
 from agilerl.llm.optimizer_shards import Fragment, Shard
 
@@ -141,8 +141,12 @@ class ZeroEngine(LocalEngine):
         saved = state["optimizer"]["state"]
         (saved_group,) = state["optimizer"]["param_groups"]
         self._check_fits(saved, len(saved_group["params"]))
-        (group,) = self.optimizer.param_groups
-        group.update({name: value for name, value in saved_group.items() if name != "params"})
+        with self._keeping_rate(state):
+            (group,) = self.optimizer.param_groups
+            group.update({name: value for name, value in saved_group.items() if name != "params"})
+            self._write_moments(saved)
+
+    def _write_moments(self, saved: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         # In place where DeepSpeed has linked the moments to the handles already.
         moments = self.optimizer.state[self._partition]
         for name in MOMENTS:
@@ -154,9 +158,6 @@ class ZeroEngine(LocalEngine):
         # The partition is one tensor to AdamW, and has one count of steps.
         steps = [float(entry["step"]) for entry in saved.values()]
         moments["step"] = torch.tensor(max(steps, default=0.0))
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        set_learning_rate(self.optimizer, self.lr, self.scheduler)
 
     def close(self) -> None:
         """Take DeepSpeed's hooks and buffers down; the adapter's values stay."""
