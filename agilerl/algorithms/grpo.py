@@ -87,7 +87,7 @@ class GRPO(LLMAlgorithm):
         lora_config: The adapter; None: rank 16 on every linear layer but the head.
         cosine_lr_schedule_config: Warm-up and cosine decay, advanced by one per ``learn``.
         accelerator: Trains over its processes: by summing gradients, or with its DeepSpeed plugin's
-            ZeRO stage 0, 1 or 2. It also decides the device. None: a single process.
+            ZeRO stage 0, 1, 2 or 3. It also decides the device. None: a single process.
         device: Where the model runs, without an accelerator.
         wrap: Train over the accelerator's processes at once; otherwise after
             :meth:`~agilerl.algorithms.core.llm.LLMAlgorithm.wrap_models`.
