@@ -246,9 +246,7 @@ def test_another_run_is_refused(options: dict[str, Any], says: str, run: Path) -
     assert sorted(run.rglob("*")) == before
 
 
-def test_data_of_environments_without_fingerprint_are_known_by_their_lengths(
-    tmp_path: Path,
-) -> None:
+def test_data_of_environments_without_fingerprint_are_known_by_their_lengths() -> None:
     class Longer(FakeGym):
         def prompt_lengths(self) -> list[int]:
             return [2 * length for length in super().prompt_lengths()]
