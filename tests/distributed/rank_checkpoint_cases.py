@@ -11,13 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from rank_rollouts import COSINE, PROMPTS_OF_RANK, data, make_agent, weights
+from peft import LoraConfig
+from rank_rollouts import COSINE, PROMPTS_OF_RANK, data, every_weight, make_agent, weights
 
 from agilerl.algorithms import GRPO
 from agilerl.llm import checkpoint
 from agilerl.testing import tiny_model
 
 CELLS = list(product([True, False], [True, False]))
+BOTH = ("load_checkpoint", "load")
+LOADED = {
+    "ddp": list(product(["alone", "ddp"], BOTH)),
+    "zero2": list(product(["alone", "ddp", "zero2"], BOTH)),
+    # Every base is partitioned anew, which takes its time.
+    "zero3": [("zero2", "load_checkpoint"), ("zero2", "load"), ("zero3", "load_checkpoint")],
+}
+"""Whose cells are loaded by ranks under a setting, and how."""
+ALL_LAYERS_RANK_2 = LoraConfig(
+    r=2, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"
+)
+ATTENTION_RANK_3 = LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 def cells_of(folder: Path, writer: str) -> dict[tuple[bool, bool], Path]:
@@ -86,16 +99,49 @@ def checkpoint_grid(accelerator: Any) -> dict[str, Any]:
         for (lora_only, save_optimizer), path in cells_of(folder, "alone").items():
             alone.save_checkpoint(path, lora_only=lora_only, save_optimizer=save_optimizer)
     torch.distributed.barrier()
-    # Under ZeRO 3 one way for each: every base is partitioned anew, which takes its time.
-    writers = {"ddp": ["alone", "ddp"], "zero2": ["alone", "ddp", "zero2"], "zero3": ["zero2"]}[own]
     return {
         "third": {
-            (writer, cell, how): third_step(load(path, accelerator))
-            for writer in writers
+            (writer, cell, how): third_step(LOADERS[how](path, accelerator))
+            for writer, how in LOADED[own]
             for cell, path in cells_of(folder, writer).items()
-            for how, load in LOADERS.items()
         }
     }
+
+
+def merged_lora_configs(accelerator: Any) -> dict[str, Any]:
+    """A checkpoint of other rank and targets goes into an agent that trained already."""
+    path = Path(sys.argv[1]) / f"small-{setting_of(accelerator)}"
+    small = make_agent(accelerator, lora_config=ALL_LAYERS_RANK_2)
+    learn(small)
+    small.save_checkpoint(path)
+    agent = make_agent(accelerator, lora_config=ATTENTION_RANK_3)
+    learn(agent)
+    agent.load_checkpoint(path, merge_lora_configs=True)
+    functions = [
+        {role: logits(each, role) for role in each.policy.roles} for each in (small, agent)
+    ]
+    loaded = every_weight(agent)
+    learn(agent)
+    return {"functions": functions, "loaded": loaded, "learned": every_weight(agent)}
+
+
+def logits(agent: GRPO, role: str) -> torch.Tensor:
+    """What one of an agent's adapters computes."""
+    with torch.no_grad(), agent.select_adapter(role):
+        found: torch.Tensor = agent.actor(input_ids=data().ids[0]).logits
+    return found
+
+
+def saved_unwrapped(accelerator: Any) -> dict[str, Any]:
+    """A checkpoint is replaced while its agent is unwrapped, and goes into a wrapped one."""
+    path = Path(sys.argv[1]) / f"unwrapped-{setting_of(accelerator)}"
+    agent = trained_agent(accelerator)
+    agent.save_checkpoint(path)
+    agent.unwrap_models()
+    agent.save_checkpoint(path)
+    torch.distributed.barrier()
+    agent.wrap_models()
+    return {"third": [third_step(each) for each in (loaded_into(path, accelerator), agent)]}
 
 
 def failing_save(accelerator: Any) -> dict[str, Any]:
@@ -134,6 +180,8 @@ def unreadable_on_one_rank(accelerator: Any) -> dict[str, Any]:
 
 CHECKPOINT_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "checkpoint_grid": checkpoint_grid,
+    "merged_lora_configs": merged_lora_configs,
+    "saved_unwrapped": saved_unwrapped,
     "failing_save": failing_save,
     "unreadable_on_one_rank": unreadable_on_one_rank,
 }

@@ -113,6 +113,12 @@ def weights(agent: GRPO) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in agent.policy.parameters().values()]).clone()
 
 
+def every_weight(agent: GRPO) -> torch.Tensor:
+    """All weights of all its adapters in one vector."""
+    roles = [agent.policy.parameters(role) for role in agent.policy.roles]
+    return torch.cat([p.detach().flatten() for role in roles for p in role.values()]).clone()
+
+
 def moments(agent: GRPO) -> torch.Tensor:
     """All of AdamW's moments in one vector; collective."""
     state = agent.engine.state_dict()["optimizer"]["state"]

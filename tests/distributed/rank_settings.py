@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero0": {"zero_stage": 0},
@@ -38,6 +40,7 @@ SOME_CASES = {
         "state",
         "agreement",
         "checkpoint_grid",
+        "population",
     ],
     "zero3_offload": ["one_step_grpo"],
     "zero3_in_parts": ["agreement"],
@@ -67,3 +70,10 @@ def settings_of(case: str) -> list[str]:
     if case in ONLY_UNDER:
         return [ONLY_UNDER[case]]
     return [setting for setting in ARGUMENTS if case in SOME_CASES.get(setting, [case])]
+
+
+def each_setting(case: str) -> pytest.MarkDecorator:
+    """The test's argument ``ranks``: what each rank found in a case, under every setting."""
+    settings = settings_of(case)
+    given = [(setting, case) for setting in settings]
+    return pytest.mark.parametrize("ranks", given, indirect=True, ids=settings)

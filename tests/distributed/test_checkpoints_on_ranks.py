@@ -10,9 +10,18 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from rank_checkpoint_cases import CELLS, LOADERS, cells_of, loaded_into, third_step, trained_agent
-from rank_rollouts import data, make_agent, weights
-from rank_settings import settings_of
+from rank_checkpoint_cases import (
+    ATTENTION_RANK_3,
+    CELLS,
+    LOADERS,
+    cells_of,
+    learn,
+    loaded_into,
+    third_step,
+    trained_agent,
+)
+from rank_rollouts import data, every_weight, make_agent, weights
+from rank_settings import each_setting, settings_of
 from safetensors.torch import load_file, save_file
 
 from agilerl.algorithms import GRPO
@@ -29,12 +38,6 @@ ADAPTERS = {
 }
 
 
-def found_in(case: str, settings: list[str]) -> pytest.MarkDecorator:
-    """The test's argument ``ranks``: what each rank found in a case."""
-    given = [(setting, case) for setting in settings]
-    return pytest.mark.parametrize("ranks", given, indirect=True, ids=settings)
-
-
 @functools.cache
 def expected(save_optimizer: bool) -> torch.Tensor:
     """A single process after three steps, the optimizer afresh for the third if not saved."""
@@ -44,7 +47,7 @@ def expected(save_optimizer: bool) -> torch.Tensor:
     return third_step(agent)
 
 
-@found_in("checkpoint_grid", WRITERS)
+@each_setting("checkpoint_grid")
 def test_every_cell_loads_on_ranks_whoever_saved_it(ranks: Ranks) -> None:
     assert ranks[0]["third"].keys() == ranks[1]["third"].keys()
     assert len(ranks[0]["third"]) >= 8
@@ -92,13 +95,49 @@ def test_plain_peft_reads_the_actor(folder: Path, writer: str) -> None:
         torch.testing.assert_close(agent.actor(input_ids=ids).logits, plain)
 
 
-@found_in("failing_save", ["zero2"])
+@each_setting("merged_lora_configs")
+def test_merged_lora_configs(ranks: Ranks, folder: Path, request: pytest.FixtureRequest) -> None:
+    """The function is the checkpoint's; weights and next step are those of a single process."""
+    setting = request.node.callspec.params["ranks"][0]
+    alone = make_agent(lora_config=ATTENTION_RANK_3)
+    learn(alone)
+    alone.load_checkpoint(folder / f"small-{setting}", merge_lora_configs=True)
+    close = functools.partial(torch.testing.assert_close, atol=TOLERANCE, rtol=0)
+    for rank in ranks:
+        small, merged = rank["functions"]
+        assert merged.keys() == {"actor", "reference"}
+        for role, expected_logits in small.items():
+            torch.testing.assert_close(merged[role], expected_logits, atol=1e-4, rtol=0)
+    for when in ("loaded", "learned"):
+        assert torch.equal(ranks[0][when], ranks[1][when])
+        close(ranks[0][when], every_weight(alone))
+        learn(alone)
+    assert (ranks[0]["learned"] - ranks[0]["loaded"]).abs().max() > 100 * TOLERANCE
+
+
+@each_setting("saved_unwrapped")
+def test_a_checkpoint_of_an_unwrapped_agent(
+    ranks: Ranks, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    """It goes on as the agent itself does, wherever loaded, and no shards are left of before."""
+    for rank in ranks:
+        loaded, itself = rank["third"]
+        assert torch.equal(loaded, itself)
+        torch.testing.assert_close(itself, expected(True), atol=TOLERANCE, rtol=0)
+    path = folder / f"unwrapped-{request.node.callspec.params['ranks'][0]}"
+    assert not (path / "save_checkpoint").exists()
+    torch.testing.assert_close(
+        third_step(loaded_into(path)), expected(True), atol=TOLERANCE, rtol=0
+    )
+
+
+@each_setting("failing_save")
 def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank == {"beside": ["failing"], "same": True}
 
 
-@found_in("unreadable_on_one_rank", ["zero2"])
+@each_setting("unreadable_on_one_rank")
 def test_a_rank_that_cannot_read_refuses_on_all(ranks: Ranks) -> None:
     for rank in ranks:
         assert "nowhere" in rank["error"] and rank["moved"]

@@ -10,16 +10,13 @@ import pytest
 import torch
 from rank_partition_cases import MODELS, TURNS_OF_RANK, agent_on, answers, rolled_out, turns
 from rank_rollouts import data, make_agent, weights
+from rank_settings import each_setting
 
 from agilerl.algorithms import GRPO
 from agilerl.testing import tiny_model
 
 Ranks = list[dict[str, Any]]
 TOLERANCE = 1e-6
-
-
-def under_zero3(case: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("ranks", [("zero3", case)], indirect=True, ids=["zero3"])
 
 
 @functools.cache
@@ -33,7 +30,7 @@ def alone(name: str) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
     return weights(agent), found
 
 
-@under_zero3("partitioned_models")
+@each_setting("partitioned_models")
 @pytest.mark.parametrize("name", MODELS)
 def test_updates_and_rollouts_are_those_of_a_single_process(ranks: Ranks, name: str) -> None:
     expected, texts = alone(name)
@@ -47,7 +44,7 @@ def test_updates_and_rollouts_are_those_of_a_single_process(ranks: Ranks, name: 
             assert all(torch.equal(g, w) for g, w in zip(given, wanted, strict=False))
 
 
-@under_zero3("partitioned_models")
+@each_setting("partitioned_models")
 @pytest.mark.parametrize("name", MODELS)
 def test_each_rank_keeps_half_of_the_base(ranks: Ranks, name: str) -> None:
     for rank in ranks:
@@ -64,7 +61,7 @@ def second_step_alone(agent: GRPO) -> torch.Tensor:
     return weights(agent)
 
 
-@under_zero3("partitioned_checkpoints")
+@each_setting("partitioned_checkpoints")
 def test_checkpoints_go_on_on_ranks_and_in_one_process(ranks: Ranks, folder: Path) -> None:
     agent = make_agent()
     data().learned_by(agent)
@@ -83,7 +80,7 @@ def test_checkpoints_go_on_on_ranks_and_in_one_process(ranks: Ranks, folder: Pat
         torch.testing.assert_close(second_step_alone(each), expected, atol=TOLERANCE, rtol=0)
 
 
-@under_zero3("partitioned_checkpoints")
+@each_setting("partitioned_checkpoints")
 def test_a_model_without_agents_stays_partitioned_and_serves_new_ones(ranks: Ranks) -> None:
     expected = second_step_alone(make_agent())
     for rank in ranks:
@@ -129,7 +126,7 @@ def test_rollouts_in_parts_put_one_module_together_at_a_time(ranks: Ranks, name:
         assert sorted(rank[name]["turn_columns"])[-2] <= 3
 
 
-@under_zero3("partition_refusals")
+@each_setting("partition_refusals")
 def test_what_does_not_go_together_with_parts_is_refused(ranks: Ranks) -> None:
     parts = {
         "head": "include the head (lm_head)",

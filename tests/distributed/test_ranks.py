@@ -12,7 +12,7 @@ import pytest
 import torch
 from rank_cases import mutate, update_with
 from rank_rollouts import COSINE, CREDIT, Data, data, make_agent, moments, weights
-from rank_settings import settings_of
+from rank_settings import each_setting
 
 from agilerl.algorithms import GRPO
 from agilerl.llm.batch import make_batch
@@ -22,13 +22,6 @@ from agilerl.llm.update import Health
 
 Ranks = list[dict[str, Any]]
 TOLERANCE = 1e-6
-
-
-def each_setting(case: str) -> pytest.MarkDecorator:
-    """The test's argument ``ranks``: what each rank found in a case, under every setting."""
-    settings = settings_of(case)
-    given = [(setting, case) for setting in settings]
-    return pytest.mark.parametrize("ranks", given, indirect=True, ids=settings)
 
 
 def assert_same(ranks: Ranks, agent: GRPO, metrics: dict[str, float] | None) -> None:

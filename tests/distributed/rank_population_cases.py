@@ -1,0 +1,55 @@
+"""What two ranks run with several agents on one base."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rank_cases import mine
+from rank_checkpoint_cases import setting_of
+from rank_rollouts import every_weight, make_agent, weights
+
+from agilerl.testing import tiny_model
+
+RATES = (1e-3, 2e-3, 3e-3)
+
+
+def population(accelerator: Any) -> dict[str, Any]:
+    """Three agents train in turn; one is replaced by a clone that loads another's checkpoint."""
+    model = tiny_model(hidden_size=32, layers=1)
+    agents = [
+        make_agent(accelerator, actor_network=model, index=index, lr=rate)
+        for index, rate in enumerate(RATES)
+    ]
+    learned, others_moved = [], []
+    for agent in agents:
+        others = [other for other in agents if other is not agent]
+        before = [every_weight(other) for other in others]
+        mine(accelerator).learned_by(agent)
+        learned.append(weights(agent))
+        others_moved += [
+            not every_weight(other).equal(start)
+            for other, start in zip(others, before, strict=True)
+        ]
+    path = Path(sys.argv[1]) / f"population-{setting_of(accelerator)}"
+    first, parent, best = agents
+    best.save_checkpoint(path)
+    first.clean_up()
+    clone = parent.clone(index=0)
+    start = every_weight(parent)
+    clone.load_checkpoint(path, load_optimizer=True)
+    clone.lr = best.lr
+    for agent in (clone, best):
+        mine(accelerator, seed=1).learned_by(agent)
+    others_moved.append(not every_weight(parent).equal(start))
+    return {
+        "learned": learned,
+        "others_moved": others_moved,
+        "clone": every_weight(clone),
+        "best": every_weight(best),
+    }
+
+
+POPULATION_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {"population": population}

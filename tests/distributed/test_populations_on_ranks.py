@@ -1,0 +1,39 @@
+"""Several agents on one base, on two ranks: each trains as if it were alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from rank_population_cases import RATES
+from rank_rollouts import data, make_agent, weights
+from rank_settings import each_setting
+
+Ranks = list[dict[str, Any]]
+
+
+@functools.cache
+def alone() -> list[torch.Tensor]:
+    """Weights of single agents on bases of their own, in a single process."""
+    agents = [make_agent(lr=rate) for rate in RATES]
+    for agent in agents:
+        data().learned_by(agent)
+    return [weights(agent) for agent in agents]
+
+
+@each_setting("population")
+def test_training_one_agent_leaves_the_others_as_they_are(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert rank["others_moved"] == [False] * 7
+        for found, expected in zip(rank["learned"], alone(), strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    assert all(map(torch.equal, ranks[0]["learned"], ranks[1]["learned"]))
+
+
+@each_setting("population")
+def test_a_clone_that_loads_a_checkpoint_goes_on_as_its_agent(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert torch.equal(rank["clone"], rank["best"])
+        assert torch.equal(rank["clone"], ranks[0]["clone"])
+        assert not torch.equal(rank["learned"][2], rank["best"][: len(rank["learned"][2])])
