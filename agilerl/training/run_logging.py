@@ -14,6 +14,7 @@ from agilerl.training.log_files import (
     MetricsCsv,
 )
 from agilerl.training.options import LoopOptions
+from agilerl.training.progress_bar import ProgressBar
 from agilerl.training.protocols import Row, Sample
 from agilerl.training.trackers import TensorBoardSink, WandbSink
 
@@ -28,53 +29,6 @@ class Sink(Protocol):
 
     def close(self, failed: bool) -> None:
         """End; ``failed`` says that the run crashed."""
-
-
-class ProgressBar:
-    """Steps per agent, with reward, accuracy, KL, tokens per second and time left.
-
-    Args:
-        total: Steps per agent of the whole run, None when unknown.
-        enabled: False draws nothing.
-        done: Steps per agent that lie behind already.
-    """
-
-    def __init__(self, total: int | None, enabled: bool, done: int = 0) -> None:
-        # Imported late: in a notebook without ipywidgets the import warns.
-        from tqdm.auto import tqdm
-
-        self._bar = tqdm(
-            total=total,
-            initial=done if total is None else min(done, total),
-            disable=not enabled,
-            unit="step",
-            dynamic_ncols=True,
-        )
-        self._last_fitness: float | None = None
-
-    def update(self, consumed: int, rows: Sequence[Row]) -> None:
-        """Show how far the run is and the means of ``rows`` over the agents."""
-        self._last_fitness = _mean(rows, "fitness", self._last_fitness)
-        shown = {
-            "reward": _mean(rows, "reward_mean"),
-            "accuracy": _mean(rows, "accuracy"),
-            "KL": _mean(rows, "mean_kl"),
-            "tokens/s": _mean(rows, "tokens_per_second"),
-            "fitness": self._last_fitness,
-        }
-        texts = {name: f"{value:.3g}" for name, value in shown.items() if value is not None}
-        self._bar.set_postfix(texts, refresh=False)
-        # The last batch may go past the total, which would make tqdm forget it.
-        end = consumed if self._bar.total is None else min(consumed, self._bar.total)
-        self._bar.update(end - self._bar.n)
-
-    def say(self, message: str) -> None:
-        """Print a line without tearing the bar."""
-        self._bar.write(message)
-
-    def close(self) -> None:
-        """Leave the bar as it stands."""
-        self._bar.close()
 
 
 class RunLog:
@@ -207,8 +161,3 @@ class NoLog(RunLog):
 
     def close(self, failed: bool = False) -> None:
         """Nothing."""
-
-
-def _mean(rows: Sequence[Row], name: str, default: float | None = None) -> float | None:
-    values = [row[name] for row in rows if name in row]
-    return sum(values) / len(values) if values else default

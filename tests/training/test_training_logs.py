@@ -19,8 +19,8 @@ import pytest
 from training_fakes import FakeAgent, FakeGym
 
 from agilerl.training.log_files import FIRST_COLUMNS, CompletionsFile, MetricsCsv
+from agilerl.training.progress_bar import ProgressBar
 from agilerl.training.protocols import Sample
-from agilerl.training.run_logging import ProgressBar
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 HERE = Path(__file__).parent
