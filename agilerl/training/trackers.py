@@ -2,37 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agilerl.training.protocols import Row
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoardSink:
     """Rows as scalars ``agent_<index>/<metric>`` over iterations.
 
+    Rows that cannot be written are kept and written with the next one that can. As an error ends
+    the thread that TensorBoard writes with, that takes a new event file.
+
     Args:
-        log_dir: Folder of the event file.
+        log_dir: Folder of the event files.
         first: Iteration that the events start with; those of an earlier run in ``log_dir`` from
             there on are no longer shown. None: all are.
     """
 
     def __init__(self, log_dir: Path, first: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(log_dir=str(log_dir), purge_step=first)
+        self._log_dir = log_dir
+        self._waiting: list[Row] = []
+        self._writer: SummaryWriter | None = self._open(first)
 
     def write(self, row: Row) -> None:
-        """Add and flush the row's scalars."""
-        for tag, value in _tagged(row).items():
-            self._writer.add_scalar(tag, value, global_step=int(row["iteration"]))
-        self._writer.flush()
+        """Add and flush the row's scalars.
+
+        Raises:
+            OSError: If that is not possible now.
+        """
+        self._waiting.append(row)
+        self._write_waiting()
 
     def close(self, failed: bool) -> None:
         """Close the event file."""
-        self._writer.close()
+        if self._waiting:
+            self._write_waiting()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write_waiting(self) -> None:
+        if self._writer is None:
+            self._writer = self._open()
+        try:
+            for row in self._waiting:
+                for tag, value in _tagged(row).items():
+                    self._writer.add_scalar(tag, value, global_step=int(row["iteration"]))
+            self._writer.flush()
+        except OSError:
+            broken, self._writer = self._writer, None
+            with contextlib.suppress(OSError):
+                broken.close()
+            raise
+        self._waiting.clear()
+
+    def _open(self, first: int | None = None) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(log_dir=str(self._log_dir), purge_step=first)
 
 
 class WandbSink:
