@@ -42,7 +42,7 @@ def atomic_directory(path: Path, marker: str) -> Iterator[Path]:
         FileExistsError: If ``path`` holds something else, which replacing would destroy.
     """
     path = path.expanduser().resolve()
-    _refuse_to_replace(path, marker)
+    refuse_to_replace(path, marker)
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(path, marker)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -158,7 +158,7 @@ def _replace(path: Path, temporary: Path, marker: str) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _refuse_to_replace(path: Path, marker: str) -> None:
+def refuse_to_replace(path: Path, marker: str) -> None:
     """Raise unless ``path`` is free, an empty directory, or one that holds ``marker``."""
     if not path.exists() or (path / marker).is_file():
         return

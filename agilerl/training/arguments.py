@@ -290,7 +290,8 @@ def check_directory(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be a str or Path.")
     if not str(value):
         raise ValueError(f"{name} is empty: name a directory.")
-    if Path(value).exists() and not Path(value).is_dir():
+    path = Path(os.path.expanduser(value))
+    if path.exists() and not path.is_dir():
         raise ValueError(f"{name}={str(value)!r} is a file: name a directory.")
 
 

@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from agilerl.llm.atomic_directory import holds_directory, lock_name, move_aside, unlock_name
+from agilerl.llm.atomic_directory import (
+    holds_directory,
+    lock_name,
+    move_aside,
+    refuse_to_replace,
+    unlock_name,
+)
 from agilerl.llm.checkpoint import ATTRIBUTES_FILE
 from agilerl.llm.engine.ranks import Ranks
 from agilerl.training.protocols import Agent
+from agilerl.training.run_locks import lock_for_a_run
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +35,7 @@ class Elite:
 
     Raises:
         RuntimeError: If it belongs to a living run, in whatever process.
+        ValueError: If it holds files that are no checkpoint, which saving would remove.
     """
 
     def __init__(self, path: str | Path, ranks: Ranks | None = None) -> None:
@@ -39,7 +47,13 @@ class Elite:
         self._ranks.first(self._take)
 
     def _take(self) -> None:
-        self._lock = _lock_for_a_run(self.path)
+        try:
+            refuse_to_replace(self.path, ATTRIBUTES_FILE)
+        except FileExistsError as error:
+            raise ValueError(f"elite_path={str(self.path)!r} cannot be replaced: {error}") from None
+        self._lock = lock_for_a_run(
+            "elite_path", self.path, lock_name, "the elites of two runs would replace each other"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """For run checkpoints."""
@@ -47,8 +61,10 @@ class Elite:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on with the elite of a run; one that was saved elsewhere stays there."""
-        if state is not None and state["path"] == str(self.path.resolve()):
-            self.saved = bool(state["saved"])
+        if state is not None:
+            # Decided by one process: the same place may have another name on another machine.
+            same = self._ranks.first(lambda: state["path"] == str(self.path.resolve()))
+            self.saved = same and bool(state["saved"])
 
     def __enter__(self) -> Self:
         return self
@@ -86,23 +102,6 @@ class Elite:
         moved = move_aside(self.path, ATTRIBUTES_FILE)
         logger.warning("The elite of an earlier run was moved from %s to %s", self.path, moved)
         return True
-
-
-def _lock_for_a_run(path: Path) -> int | None:
-    try:
-        return lock_name(path)
-    except BlockingIOError:
-        raise RuntimeError(
-            f"elite_path={str(path)!r} belongs to a run that is still going on, and the elites of "
-            "two runs would replace each other: choose another elite_path, or wait for that run."
-        ) from None
-    except OSError as error:
-        logger.warning(
-            "%s cannot be locked (%s): see to it that no other run saves its elite there",
-            path,
-            error,
-        )
-        return None
 
 
 def check_elite_outside(elite_path: str | Path | None, run_directory: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class GracefulStop:
@@ -42,14 +44,23 @@ class GracefulStop:
             signal.signal(number, previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
+        before, name = self.requested, signal.Signals(number).name
+        if before is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = strongest((before, name))
+        if before is not None:
             return
-        self.requested = signal.Signals(number).name
-        # print() is not safe here: the signal may have interrupted another print().
-        os.write(
-            2,
-            f"\n{self.requested}: finishing this iteration, then saving. "
-            "Press Ctrl-C again to stop at once without saving.\n".encode(),
-        )
+        # print() is not safe here: the signal may have interrupted another print(). Nor is there
+        # always a reader left: in `train.py 2>&1 | tee log` the same Ctrl-C ends tee.
+        with contextlib.suppress(OSError):
+            os.write(
+                2,
+                f"\n{name}: finishing this iteration, then saving. "
+                "Press Ctrl-C again to stop at once without saving.\n".encode(),
+            )
+
+
+def strongest(requested: Iterable[str | None]) -> str | None:
+    """Of several signals the one to act on: SIGTERM, which ends the program, before SIGINT."""
+    names = set(requested)
+    return next((number.name for number in _SIGNALS if number.name in names), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from agilerl.llm.engine.ranks import Ranks
 from agilerl.training.elite import Elite
-from agilerl.training.interrupts import GracefulStop
+from agilerl.training.interrupts import GracefulStop, strongest
 from agilerl.training.members import Best, Member, environments_of
 from agilerl.training.merging import merged
 from agilerl.training.options import LoopOptions
@@ -24,11 +23,10 @@ from agilerl.training.row_statistics import (
     time_statistics,
     warn_of_flat_rewards,
 )
-from agilerl.training.run_checkpoint import FORMAT, WRITE_ERRORS, checkpoint_name
+from agilerl.training.run_checkpoint import FORMAT
 from agilerl.training.run_directory import RunDirectory
 from agilerl.training.run_logging import RunLog
-
-logger = logging.getLogger(__name__)
+from agilerl.training.saving import Saver
 
 FLAT_WINDOW = 10
 """Consecutive iterations without reward variance after which the log says so."""
@@ -62,7 +60,7 @@ class TrainingLoop:
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks = Ranks() if ranks is None else ranks
-        self.options, self.directory, self.log = options, directory, log
+        self.options, self.log = options, log
         self.elite, self.facts = elite, dict(facts or {})
         self.members = [
             Member(
@@ -73,30 +71,42 @@ class TrainingLoop:
             )
             for agent, collector in zip(agents, collectors, strict=True)
         ]
+        self.saver = Saver(
+            agents, directory, elite, log, self.state_dict, options.keep_checkpoints, self.ranks
+        )
         self.iteration = 0
         self.best: Best | None = None
         self._resumed = False
         self._learned = False
+        self._iterated = False
         self._unevaluated: list[Row] | None = None
         self._started = time.perf_counter()
 
-    def run(self) -> None:
-        """Train to a bound in the options, or until Ctrl-C or SIGTERM."""
+    def run(self) -> str | None:
+        """Train to a bound in the options, or until Ctrl-C or SIGTERM.
+
+        Returns:
+            Name of the signal that stopped any of the processes, None if none did.
+        """
         with GracefulStop() as stop:
             try:
                 self._begin()
-                while not self._finished() and self._stop_requested(stop) is None:
-                    self._run_iteration(stop)
+                ended = self._at_bound()
+                while not ended and self._stop_requested(stop) is None:
+                    ended = self._run_iteration(stop)
             except Exception as error:
-                self._rescue(error)
+                self.saver.rescue(error, self.iteration, trained=self._learned)
                 raise
             signal_name = self._stop_requested(stop)
             if signal_name is not None:
-                self._save_after_stop(signal_name)
+                self.saver.save_after_stop(signal_name, self.iteration)
+            elif self._iterated and self.options.checkpoint_steps is not None:
+                self.saver.save(self.iteration)
             # After the save: a run that goes on from there must not find this entry.
             for member in self.members:
                 if member.agent.steps[-1:] != [member.steps]:
                     member.agent.steps.append(member.steps)
+        return signal_name
 
     def state_dict(self, in_iteration: bool = False) -> dict[str, Any]:
         """What a run needs to go on, but for the agents; JSON-compatible.
@@ -154,13 +164,16 @@ class TrainingLoop:
         self._write_rows(rows)
         self._unevaluated = None
 
-    def _run_iteration(self, stop: GracefulStop) -> None:
+    def _run_iteration(self, stop: GracefulStop) -> bool:
+        """Returns whether the run has come to a bound: asked once, because time goes on."""
         self.iteration += 1
+        self._iterated = True
         rows: list[Row] = []
         try:
             for member in self.members:
                 rows.append(self._train(member))
-            due = self.iteration % self.options.evaluation_interval == 0 or self._finished()
+            ended = self._at_bound()
+            due = ended or self.iteration % self.options.evaluation_interval == 0
             # A stop must not wait for an evaluation, which may take longer than the grace period.
             if due and self._stop_requested(stop) is not None:
                 self._unevaluated = rows
@@ -170,7 +183,8 @@ class TrainingLoop:
             self._write_rows(rows)
         every = self.options.checkpoint_steps
         if every is not None and self.iteration % every == 0:
-            self._save_and_carry_on()
+            self.saver.save(self.iteration)
+        return ended
 
     def _train(self, member: Member) -> Row:
         agent = member.agent
@@ -205,14 +219,9 @@ class TrainingLoop:
             member.agent.steps.append(member.steps)
         leader = max(self.members, key=lambda member: member.agent.fitness[-1]).agent
         fitness = float(leader.fitness[-1])
-        if self.best is None or fitness > self.best.fitness:
-            if self.elite is not None:
-                try:
-                    self.elite.save(leader, trained=self.iteration > 0)
-                except WRITE_ERRORS as error:
-                    # Not noted as the best, so that the next best takes its place on disk.
-                    self._say_not_saved(f"best agent so far ({leader.index})", error)
-                    return
+        better = self.best is None or fitness > self.best.fitness
+        # One that could not be saved is not noted, so that the next best takes its place on disk.
+        if better and self.saver.save_elite(leader, trained=self.iteration > 0):
             self.best = Best(leader.index, fitness, self.iteration)
 
     def _row(self, member: Member) -> Row:
@@ -226,7 +235,7 @@ class TrainingLoop:
     def _write_rows(self, rows: list[Row]) -> None:
         self.log.write_rows(rows, max(member.consumed for member in self.members))
 
-    def _finished(self) -> bool:
+    def _at_bound(self) -> bool:
         """Whether time is up, or an agent at ``max_steps``, or a collector at ``num_epochs``."""
         steps, epochs = self.options.max_steps, self.options.num_epochs
         seconds = self.options.max_wall_seconds
@@ -242,7 +251,7 @@ class TrainingLoop:
 
     def _stop_requested(self, stop: GracefulStop) -> str | None:
         """The signal that asked any of the processes to stop."""
-        return next(filter(None, self.ranks.gather(stop.requested)), None)
+        return strongest(self.ranks.gather(stop.requested))
 
     def _watch_variance(self, member: Member, experience: Experience) -> None:
         if has_reward_variance(experience.rewards):
@@ -252,72 +261,3 @@ class TrainingLoop:
         if member.flat_iterations % FLAT_WINDOW == 0 and self.ranks.rank == 0:
             mean = float(experience.rewards.mean())
             warn_of_flat_rewards(member.agent, self.iteration, FLAT_WINDOW, mean)
-
-    def _save(self, name: str, in_iteration: bool = False) -> str:
-        self.log.sync()
-        agents = [member.agent for member in self.members]
-        return str(self.directory.write_checkpoint(name, agents, self.state_dict(in_iteration)))
-
-    def _save_and_carry_on(self) -> None:
-        """Save; a full disk, say, is no reason to lose the run."""
-        try:
-            self._save(checkpoint_name(self.iteration))
-        except WRITE_ERRORS as error:
-            self._say_not_saved(f"checkpoint of iteration {self.iteration}", error)
-        else:
-            self.directory.prune(self.options.keep_checkpoints)
-
-    def _say_not_saved(self, what: str, error: Exception) -> None:
-        message = (
-            f"The {what} could NOT be saved in {self.directory.path}: {error!r}. Training goes on, "
-            f"and what was saved before is kept ({self.directory.newest_checkpoint() or 'none'}). "
-            "Free disk space: the next save is tried as planned."
-        )
-        if self.ranks.rank == 0:  # all know of it, one says it
-            logger.error(message, exc_info=error)
-            self.log.say(message)
-
-    def _save_after_stop(self, signal_name: str) -> None:
-        try:
-            where = self._save(checkpoint_name(self.iteration))
-        except Exception as error:
-            newest = self.directory.newest_checkpoint() or "none"
-            error.add_note(
-                f"Stopped by {signal_name} after iteration {self.iteration}, which could not be "
-                f"saved. The newest checkpoint: {newest}"
-            )
-            raise
-        message = f"Stopped by {signal_name} after iteration {self.iteration}. Saved to {where}"
-        if self.elite is not None and self.elite.saved:
-            message += f"; the best agent so far is in {self.elite.path}"
-        if self.ranks.rank == 0:
-            logger.info(message)
-            self.log.say(message)
-
-    def _rescue(self, error: Exception) -> None:
-        """Save what was trained before ``error`` goes on, and tell it where."""
-        if not self._learned:
-            error.add_note(f"Nothing was trained yet. Logs are in {self.directory.path}")
-            return
-        if self.ranks.count > 1:
-            # The others may be anywhere, and saving takes all of them.
-            error.add_note(
-                f"Process {self.ranks.rank} of {self.ranks.count} failed in iteration "
-                f"{self.iteration}. The newest checkpoint: "
-                f"{self.directory.newest_checkpoint() or 'none'}"
-            )
-            return
-        name = f"crashed_in_{checkpoint_name(self.iteration)}"
-        try:
-            where = self._save(name, in_iteration=True)
-        except Exception as second:
-            logger.exception("Could not save the agents after %r", error)
-            error.add_note(
-                f"The agents could not be saved ({second!r}). Logs are in {self.directory.path}"
-            )
-        else:
-            logger.error("Iteration %d failed; the agents were saved to %s", self.iteration, where)
-            error.add_note(f"Iteration {self.iteration} failed. The agents were saved to {where}")
-        newest = self.directory.newest_checkpoint()
-        if newest is not None:
-            error.add_note(f"To go on from before that: resume_from={str(newest)!r}")

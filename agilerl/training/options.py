@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.training.arguments import check_count, check_directory, check_seconds, check_type
-from agilerl.training.run_checkpoint import find_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
     """The options that all training functions share, checked when the record is made.
 
+    A leading ``~`` of a path is the home directory.
+
     Raises:
-        FileNotFoundError: If there is no complete checkpoint at ``resume_from``.
         ValueError: For a value or a combination that makes no sense.
         TypeError: For a value of the wrong type.
     """
@@ -104,9 +105,10 @@ class LoopOptions:
 
     def _check_paths(self) -> None:
         for name in ("checkpoint_path", "resume_from", "elite_path", "tensorboard_log_dir"):
-            check_directory(name, getattr(self, name))
-        if self.resume_from is not None:
-            find_checkpoint(self.resume_from)
+            value = getattr(self, name)
+            check_directory(name, value)
+            if value is not None:
+                object.__setattr__(self, name, Path(os.path.expanduser(value)))
         if self.checkpoint_steps is not None and self.checkpoint_path is None:
             raise ValueError(
                 f"checkpoint_steps={self.checkpoint_steps} needs checkpoint_path, the directory "

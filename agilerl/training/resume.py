@@ -12,11 +12,11 @@ from agilerl.algorithms.core.exact_restore import (
     SavedAgent,
     read_saved_agent,
 )
+from agilerl.llm.engine.ranks import Ranks
 from agilerl.training.protocols import Agent, Collector
 from agilerl.training.run_checkpoint import (
     RunCheckpoint,
     damaged,
-    find_checkpoint,
     read_checkpoint,
 )
 
@@ -44,24 +44,33 @@ class Resume:
 
 
 def read_resume(
-    resume_from: str | Path,
+    path: Path,
     agents: Sequence[Any],
     collectors: Sequence[Collector],
     env_name: str,
+    ranks: Ranks,
 ) -> Resume:
     """Read the checkpoint that a run shall go on from; changes nothing.
 
     Args:
-        resume_from: A run checkpoint, or a run directory: its newest complete one.
+        path: The checkpoint.
         agents: The population that is to go on.
         collectors: One per agent.
         env_name: Name of the environment.
+        ranks: The processes of the run; each reads it, and what one refuses, all do.
 
     Raises:
-        FileNotFoundError: If there is no complete checkpoint.
         ValueError: If a file is damaged, or it is a checkpoint of other agents or environments.
     """
-    checkpoint = read_checkpoint(find_checkpoint(resume_from))
+    checkpoint, environments = ranks.together(lambda: _read_run(path, agents, collectors, env_name))
+    return Resume(checkpoint, [_read_agent(checkpoint, agent) for agent in agents], environments)
+
+
+def _read_run(
+    path: Path, agents: Sequence[Agent], collectors: Sequence[Collector], env_name: str
+) -> tuple[RunCheckpoint, list[tuple[Collector, dict[str, Any]]]]:
+    """All but the agents."""
+    checkpoint = read_checkpoint(path)
     state = checkpoint.state
     _check_population(checkpoint, agents, collectors)
     if state["environment"] != env_name:
@@ -74,7 +83,7 @@ def read_resume(
     environments = [(by_number[i], saved) for i, saved in enumerate(state["environments"])]
     for collector, saved in environments:
         _check_data(checkpoint, saved, collector.state_dict())
-    return Resume(checkpoint, [_read_agent(checkpoint, agent) for agent in agents], environments)
+    return checkpoint, environments
 
 
 def _read_agent(checkpoint: RunCheckpoint, agent: Any) -> SavedAgent:

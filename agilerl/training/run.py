@@ -16,10 +16,12 @@ import torch
 
 import agilerl
 from agilerl.llm.engine.ranks import Ranks
+from agilerl.training.agreement import check_agreement, check_storage
 from agilerl.training.elite import Elite, check_elite_outside
 from agilerl.training.log_files import take_over_logs
 from agilerl.training.loop import TrainingLoop
 from agilerl.training.options import LoopOptions
+from agilerl.training.plain_json import check_plain
 from agilerl.training.protocols import Agent, Collector
 from agilerl.training.resume import read_resume
 from agilerl.training.run_checkpoint import RunCheckpoint, find_checkpoint
@@ -46,18 +48,21 @@ def run_training(
         env_name: Names the run.
         total: Steps per agent of the whole run, for the progress bar; None when unknown.
         ranks: The processes that train together; rank 0 writes.
+
+    Raises:
+        SystemExit: With code 0, when SIGTERM stopped any of the processes and all is saved. (Ctrl-C
+            returns.)
     """
     ranks = Ranks() if ranks is None else ranks
-    resume = None
-    if options.resume_from is not None:
-        resume_from = options.resume_from
-        path = ranks.first(lambda: find_checkpoint(resume_from))
-        resume = read_resume(path, agents, collectors, env_name)
+    check_agreement(agents, options, ranks)
+    ranks.together(lambda: _check_states(collectors))
+    resume_from, resume = options.resume_from, None
+    found = None if resume_from is None else ranks.first(lambda: find_checkpoint(resume_from))
+    check_storage(agents, options, ranks)
+    if found is not None:
+        resume = read_resume(found, agents, collectors, env_name, ranks)
     checkpoint = None if resume is None else resume.checkpoint
-    name = ranks.first(lambda: run_name(agents, env_name))
-    if checkpoint is not None and lies_in(checkpoint.path, options.checkpoint_path):
-        name = checkpoint.state["run"]
-    check_elite_outside(options.elite_path, Path(options.checkpoint_path or Path("runs") / name))
+    name = ranks.first(lambda: _name_of_run(agents, env_name, options, checkpoint))
     with ExitStack() as stack:
         elite = None
         if options.elite_path is not None:  # the options have checked that save_elite is set
@@ -65,16 +70,7 @@ def run_training(
         directory = stack.enter_context(
             RunDirectory(name, options.checkpoint_path, checkpoint, ranks)
         )
-        config = _config(agents, options, name, env_name)
-        if checkpoint is not None:
-            config["resumed"] = _resumptions(checkpoint)
-            source, saved = checkpoint.path.parent, checkpoint.state
-            ranks.first(lambda: take_over_logs(source, directory.path, saved))
-        directory.write_config(config)
-        state = None if resume is None else resume.state
-        log: RunLog = NoLog()
-        if ranks.rank == 0:
-            log = RunLog(directory.path, name, options, config, total, state)
+        log = _opened_log(agents, options, env_name, total, checkpoint, directory, ranks)
         failed = True
         try:
             _say_where(log, directory, options, checkpoint, ranks)
@@ -83,10 +79,50 @@ def run_training(
             if resume is not None:
                 resume.restore()
                 loop.load_state_dict(resume.state)
-            loop.run()
+            stopped_by = loop.run()
             failed = False
         finally:
             log.close(failed)
+    if stopped_by == "SIGTERM":  # the program was asked to end, not only this run
+        raise SystemExit(0)
+
+
+def _check_states(collectors: Sequence[Collector]) -> None:
+    """Before anything is trained: a state that cannot be saved would cost the first checkpoint."""
+    for collector in collectors:
+        check_plain(collector.state_dict(), "state_dict() of the environment")
+
+
+def _name_of_run(
+    agents: Sequence[Agent], env_name: str, options: LoopOptions, checkpoint: RunCheckpoint | None
+) -> str:
+    name = run_name(agents, env_name)
+    if checkpoint is not None and lies_in(checkpoint.path, options.checkpoint_path):
+        name = checkpoint.state["run"]
+    check_elite_outside(options.elite_path, Path(options.checkpoint_path or Path("runs") / name))
+    return name
+
+
+def _opened_log(
+    agents: Sequence[Agent],
+    options: LoopOptions,
+    env_name: str,
+    total: int | None,
+    checkpoint: RunCheckpoint | None,
+    directory: RunDirectory,
+    ranks: Ranks,
+) -> RunLog:
+    """Write ``config.json`` and open the log, with the rows of the run that goes on."""
+    config = _config(agents, options, directory.name, env_name)
+    if checkpoint is not None:
+        config["resumed"] = _resumptions(checkpoint)
+        source, saved = checkpoint.path.parent, checkpoint.state
+        ranks.first(lambda: take_over_logs(source, directory.path, saved))
+    directory.write_config(config)
+    if ranks.rank > 0:
+        return NoLog()
+    state = None if checkpoint is None else checkpoint.state
+    return RunLog(directory.path, directory.name, options, config, total, state)
 
 
 def _say_where(

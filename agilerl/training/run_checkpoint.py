@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -22,14 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 STATE_FILE = "run_state.json"
 SUMS_FILE = "SHA256SUMS"
 FORMAT = 1
 PARTIAL = ".partial"
-WRITE_ERRORS = (OSError, SafetensorError, RuntimeError)
-"""What Python, safetensors and torch raise when a file cannot be written."""
 _NAME = re.compile(r"iteration_(\d+)")
 _STATE: Mapping[str, type | tuple[type, ...]] = {
     "run": str,
@@ -87,7 +84,7 @@ def complete_checkpoints(directory: str | Path) -> list[Path]:
     """
     found = [
         (number, child)
-        for child in Path(directory).glob("iteration_*")
+        for child in Path(os.path.expanduser(directory)).glob("iteration_*")
         if (number := iteration_of(child)) is not None and (child / STATE_FILE).is_file()
     ]
     return [child for _, child in sorted(found)]
@@ -124,7 +121,7 @@ def find_checkpoint(resume_from: str | Path) -> Path:
     Raises:
         FileNotFoundError: If there is none.
     """
-    path = Path(resume_from)
+    path = Path(os.path.expanduser(resume_from))
     if (path / STATE_FILE).is_file():
         return path
     children = complete_checkpoints(path)

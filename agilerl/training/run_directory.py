@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from agilerl.llm.atomic_directory import (
     unlock_directory,
 )
 from agilerl.llm.engine.ranks import Ranks
+from agilerl.training.plain_json import write_json
 from agilerl.training.protocols import Agent
 from agilerl.training.run_checkpoint import (
     PARTIAL,
@@ -28,6 +29,7 @@ from agilerl.training.run_checkpoint import (
     prune_checkpoints,
     write_sums,
 )
+from agilerl.training.run_locks import lock_for_a_run
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,9 @@ class RunDirectory:
     def _take(self, path: str | Path | None, resumed: RunCheckpoint | None) -> Path:
         taken = _make_unused(Path("runs") / self.name) if path is None else Path(path)
         taken.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock_for_a_run(taken)
+        self._lock = lock_for_a_run(
+            "checkpoint_path", taken, lock_directory, "two runs would mix their files"
+        )
         try:
             if resumed is not None and lies_in(resumed.path, path):
                 _move_later_checkpoints(taken, resumed.iteration)
@@ -100,7 +104,7 @@ class RunDirectory:
 
         def write() -> None:
             partial = self.path / "config.json.partial"
-            _write_json(partial, config)
+            write_json(partial, config, exact=False)
             partial.replace(self.path / "config.json")
 
         self._ranks.first(write)
@@ -119,38 +123,39 @@ class RunDirectory:
 
         Returns:
             The checkpoint's folder.
+
+        Raises:
+            OSError: If it cannot be written; nothing is left of it then.
+            TypeError: If the state holds what JSON does not know.
         """
         target = self.path / name
         partial = self.path / f"{name}{PARTIAL}"
         if self._ranks.first(target.exists):
             return target
-        saved_before = [agent.last_checkpoint for agent in agents]
 
         def make_room() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
+            if partial.exists():  # of a save that was killed
+                shutil.rmtree(partial)
             partial.mkdir()
 
         def complete() -> None:
-            _write_json(partial / STATE_FILE, run_state)
+            # From the middle of an iteration no run goes on: then the agents count, not the state.
+            write_json(partial / STATE_FILE, run_state, exact=not run_state["in_iteration"])
             write_sums(partial)
             sync_tree(partial)
             partial.rename(target)
-
-        try:
-            self._ranks.first(make_room)
-            for agent in agents:
-                agent.save_checkpoint(partial / f"agent_{agent.index}")
-            self._ranks.first(complete)
-        except BaseException:
-            for agent, before in zip(agents, saved_before, strict=True):
-                agent.last_checkpoint = before
-            if self._ranks.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-        for agent in agents:  # what the agent noted is the name before the rename
-            agent.last_checkpoint = str(target / f"agent_{agent.index}")
-        if self._ranks.rank == 0:
             sync_directory(self.path)
+
+        with _noting(agents, target):
+            try:
+                self._ranks.first(make_room)
+                for agent in agents:
+                    agent.save_checkpoint(partial / f"agent_{agent.index}")
+                self._ranks.first(complete)
+            except BaseException:
+                if self._ranks.rank == 0:
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise
         return target
 
     def prune(self, keep: int) -> None:
@@ -161,6 +166,20 @@ class RunDirectory:
             prune_checkpoints(self.path, keep)
         except OSError as error:
             logger.warning("Old checkpoints in %s could not be removed: %s", self.path, error)
+
+
+@contextlib.contextmanager
+def _noting(agents: Sequence[Agent], checkpoint: Path) -> Iterator[None]:
+    """Agents note under which name they were saved: the last one, or none if saving fails."""
+    before = [agent.last_checkpoint for agent in agents]
+    try:
+        yield
+    except BaseException:
+        for agent, noted in zip(agents, before, strict=True):
+            agent.last_checkpoint = noted
+        raise
+    for agent in agents:
+        agent.last_checkpoint = str(checkpoint / f"agent_{agent.index}")
 
 
 def lies_in(checkpoint: Path, run_directory: str | Path | None) -> bool:
@@ -187,21 +206,6 @@ def _make_unused(path: Path) -> Path:
         except FileExistsError:
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")
-
-
-def _lock_for_a_run(path: Path) -> int | None:
-    try:
-        return lock_directory(path)
-    except BlockingIOError:
-        raise RuntimeError(
-            f"checkpoint_path={str(path)!r} belongs to a run that is still going on, and two runs "
-            "would mix their files: wait for it or stop it, or choose another checkpoint_path."
-        ) from None
-    except OSError as error:
-        logger.warning(
-            "%s cannot be locked (%s): see to it that no other run writes there", path, error
-        )
-        return None
 
 
 def _move_earlier_run(path: Path) -> None:
@@ -240,8 +244,3 @@ def _move_aside(path: Path, entries: Sequence[Path]) -> Path:
     for entry in entries:
         entry.rename(destination / entry.name)
     return destination
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps(content, indent=2, default=str, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")

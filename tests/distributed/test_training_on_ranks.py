@@ -62,6 +62,8 @@ class Ended:
     output: str
     returned: bool
     """Whether both processes came to the end of the script."""
+    exits: list[str]
+    """Codes that training exited with, per process that did."""
     at: float
     """When the launcher ended, in seconds since the epoch."""
 
@@ -93,11 +95,13 @@ class Launched:
     def ended(self) -> Ended:
         code = self.process.wait(timeout=300)
         at = time.time()
-        files = [self.folder / f"{what}_{rank}" for what in ("returned", "paused") for rank in "01"]
+        kinds = ("returned", "exited", "paused")
+        files = [self.folder / f"{what}_{rank}" for what in kinds for rank in "01"]
         returned = all(file.exists() for file in files[:2])
+        exits = [file.read_text() for file in files[2:4] if file.exists()]
         for file in [*files, self.folder / "go"]:
             file.unlink(missing_ok=True)
-        return Ended(code, self.log.read_text(), returned, at)
+        return Ended(code, self.log.read_text(), returned, exits, at)
 
 
 @contextmanager
@@ -191,7 +195,8 @@ def test_samplers_that_left_rows_out_on_one_rank(setting: str, exact: Path) -> N
 
 
 def assert_saved(ended: Ended, run: Path) -> None:
-    assert ended.returned, ended.output[-3000:]
+    assert ended.exits == ["0", "0"], ended.output[-3000:]
+    assert not ended.returned
     saved = run / "iteration_00000002"
     message = f"Stopped by SIGTERM after iteration 2. Saved to {saved}"
     assert ended.output.count(message) == 1

@@ -98,7 +98,11 @@ def go_on(folder: Path, runs: list[str]) -> None:
         name, _, interruption = each.partition(":")
         run = folder / ("dying" if interruption == "die" else name)
         seed_all(77 if complete_checkpoints(run) else 7)
-        agent = RUNS[name](run, accelerator, hook=interruptions.get(interruption, nothing))
+        try:
+            agent = RUNS[name](run, accelerator, hook=interruptions.get(interruption, nothing))
+        except SystemExit as stop:
+            (folder / f"exited_{RANK}").write_text(str(stop.code))
+            raise
         write_result(run, agent)
         agent.clean_up()
     (folder / f"returned_{RANK}").touch()

@@ -35,7 +35,7 @@ def nothing() -> None:
 class After:
     """Sends this process a signal at the ``call``-th call."""
 
-    def __init__(self, call: int, number: signal.Signals = signal.SIGTERM) -> None:
+    def __init__(self, call: int, number: signal.Signals = signal.SIGINT) -> None:
         self.left, self.number = call, number
 
     def __call__(self) -> None:

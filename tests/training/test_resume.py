@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
 
 
 def hook_for(kind: str, iteration: int) -> After:
-    """A SIGTERM in the middle of an iteration, when the first agent's answers are scored."""
+    """A Ctrl-C in the middle of an iteration, when the first agent's answers are scored."""
     if kind == "reasoning":  # one batch per agent and iteration
         return After(2 * (iteration - 1) + 1)
     # First turns: three per agent and iteration, two per agent and evaluation.
@@ -94,9 +94,11 @@ def test_resumed_from_a_checkpoint_that_the_run_went_past(
 def test_resumed_again_and_again(whole: dict[str, Any], tmp_path: Path) -> None:
     seed_all()
     run_reasoning(tmp_path, hook=hook_for("reasoning", 1))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        reseed()
-        run_reasoning(tmp_path, hook=After(2, number), resume_from=tmp_path)
+    reseed()
+    run_reasoning(tmp_path, hook=After(2, signal.SIGINT), resume_from=tmp_path)
+    reseed()
+    with pytest.raises(SystemExit):
+        run_reasoning(tmp_path, hook=After(2, signal.SIGTERM), resume_from=tmp_path)
     reseed()
     pop = run_reasoning(tmp_path, resume_from=tmp_path)
     assert differences(everything(tmp_path, pop), whole["reasoning"][1]) == []

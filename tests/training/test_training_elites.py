@@ -68,10 +68,10 @@ def test_a_stop_names_the_elite_only_if_it_is_this_runs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     train(FakeAgent(1, skill=[0, 1, 2]))
-    stopped = FakeAgent(2, on_learn=lambda agent: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = FakeAgent(2, on_learn=lambda agent: os.kill(os.getpid(), signal.SIGINT))
     caplog.set_level("INFO")
     train(stopped)
-    assert "Stopped by SIGTERM after iteration 1" in caplog.text
+    assert "Stopped by SIGINT after iteration 1" in caplog.text
     assert "the best agent so far" not in caplog.text
 
 

@@ -1,0 +1,119 @@
+"""What the processes of a run must have in common before it starts: options, and storage."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agilerl.llm.engine.ranks import Ranks
+from agilerl.training.options import LoopOptions
+from agilerl.training.protocols import Agent
+
+logger = logging.getLogger(__name__)
+
+STEERING = (
+    "max_steps",
+    "num_epochs",
+    "max_wall_seconds",
+    "evaluation_interval",
+    "checkpoint_steps",
+    "checkpoint_path",
+    "keep_checkpoints",
+    "resume_from",
+    "save_elite",
+    "elite_path",
+)
+"""Options that say what processes do together; what is shown and logged is rank 0's affair."""
+PATIENCE = 5.0
+"""Seconds after which a file that another process wrote is taken not to come."""
+
+
+def check_agreement(agents: Sequence[Agent], options: LoopOptions, ranks: Ranks) -> None:
+    """Check that all processes are about to do the same; else they would wait for each other.
+
+    Raises:
+        ValueError: On all of them, naming the first difference.
+    """
+    own: dict[str, Any] = {"pop": [f"{agent.algo} {agent.index}" for agent in agents]}
+    for name in STEERING:
+        value = getattr(options, name)
+        own[name] = str(value) if isinstance(value, Path) else value
+    of_ranks = ranks.gather(own)
+    for rank, theirs in enumerate(of_ranks):
+        for name, value in theirs.items():
+            first = of_ranks[0][name]
+            if value != first:
+                raise ValueError(
+                    f"{name} is {first!r} on process 0 but {value!r} on process {rank}, and all "
+                    "have to be given the same. Where a script looks at the disk to decide "
+                    "(complete_checkpoints), use storage that all processes see, or let process 0 "
+                    "decide and tell the others with torch.distributed.broadcast_object_list."
+                )
+
+
+def check_storage(agents: Sequence[Agent], options: LoopOptions, ranks: Ranks) -> None:
+    """Check that all processes see the folders of the run, by a file that rank 0 writes there.
+
+    Raises:
+        ValueError: On all of them, if one does not and every process writes a part of checkpoints.
+    """
+    if ranks.count == 1:
+        return
+    all_write = any(ranks.gather(any(_saves_on_all_ranks(agent) for agent in agents)))
+    folders = {"checkpoint_path": Path(options.checkpoint_path or "runs")}
+    if all_write and options.elite_path is not None:
+        folders["elite_path"] = Path(options.elite_path).resolve().parent
+    for name, folder in folders.items():
+        blind = _ranks_that_do_not_see(folder, ranks)
+        if not blind:
+            continue
+        listed = f"process {blind[0]}" if len(blind) == 1 else f"processes {blind}"
+        problem = f"what process 0 writes to {str(folder)!r} is not seen by {listed}"
+        if all_write:
+            raise ValueError(
+                f"{name}={str(getattr(options, name))!r}: {problem}, and under ZeRO 2 and 3 every "
+                "process writes its part of a checkpoint. Name a folder on storage that all "
+                "processes see, with the same absolute path, or train with ZeRO stage 0 or 1."
+            )
+        if ranks.rank == 0:
+            logger.warning(
+                "%s: %s. Checkpoints are written, but to go on from them all processes have to "
+                "see them: copy them to the others' machines then, or use shared storage",
+                name,
+                problem,
+            )
+
+
+def _saves_on_all_ranks(agent: Agent) -> bool:
+    return bool(getattr(getattr(agent, "engine", None), "sharded", False))
+
+
+def _ranks_that_do_not_see(folder: Path, ranks: Ranks) -> list[int]:
+    def write() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(prefix=".seen_by_all_", dir=folder)
+        os.close(descriptor)
+        return Path(path).name
+
+    name = ranks.first(write)
+    seen = ranks.gather(_appears(folder, name))
+    ranks.first(lambda: (folder / name).unlink(missing_ok=True))
+    return [rank for rank, sees in enumerate(seen) if not sees]
+
+
+def _appears(folder: Path, name: str) -> bool:
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            if name in os.listdir(folder):  # asks a network file system anew
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
