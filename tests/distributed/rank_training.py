@@ -208,11 +208,14 @@ def _digest(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """With lists in the place of tensors and arrays, whose own text leaves numbers out."""
+    """With lists in the place of tensors and arrays, whose own text leaves numbers out.
+
+    Dictionaries are sorted: engines write theirs in different orders.
+    """
     if isinstance(value, torch.Tensor | np.ndarray):
         return value.tolist()
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value

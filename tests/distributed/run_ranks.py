@@ -16,11 +16,12 @@ from rank_cases import CASES
 from rank_checkpoint_cases import CHECKPOINT_CASES
 from rank_partition_cases import PARTITION_CASES
 from rank_population_cases import POPULATION_CASES
+from rank_resume_cases import RESUME_CASES
 from rank_settings import ARGUMENTS, cases_of
 
 from agilerl.utils.llm_utils import create_llm_accelerator
 
-EVERY_CASE = CASES | CHECKPOINT_CASES | PARTITION_CASES | POPULATION_CASES
+EVERY_CASE = CASES | CHECKPOINT_CASES | PARTITION_CASES | POPULATION_CASES | RESUME_CASES
 
 
 def main(folder: Path) -> None:

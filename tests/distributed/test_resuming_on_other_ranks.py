@@ -1,0 +1,69 @@
+"""A run goes on with another number of processes: from the same state, place and counters."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_settings import settings_of
+from rank_training import reasoning, sums, write_result
+
+from agilerl.llm_envs.base import TrainingOrder
+
+SETTINGS = settings_of("another_number_of_ranks")
+
+
+def of_all(run: Path, rank: int = 0) -> Any:
+    """Weights, optimizer, fitness, scores and steps of a run's agent."""
+    return json.loads(run.with_name(f"{run.name}_{rank}.json").read_text())["of_all"]
+
+
+def steps(run: Path) -> list[int]:
+    """After every iteration."""
+    with (run / "metrics.csv").open() as file:
+        return [int(row["steps"]) for row in csv.DictReader(file)]
+
+
+def asked(run: Path, iteration: int) -> list[str]:
+    """Questions that rank 0 got in an iteration."""
+    lines = map(json.loads, (run / "completions.jsonl").read_text().splitlines())
+    return [line["question"] for line in lines if line["iteration"] == iteration]
+
+
+def following(position: tuple[int, int], batches: int, processes: int) -> list[list[str]]:
+    """Questions of rank 0's next batches after an ``(epoch, offset)``."""
+    order = TrainingOrder(7, batch_size=2, seed=42, num_processes=processes)
+    order.epoch, order.offset = position
+    questions = []
+    for _ in range(batches):
+        questions.append([sums(7)["question"][row] for row in order.current()])
+        order.advance()
+    return questions
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_one_process_goes_on_with_the_run_of_two(
+    folder: Path, setting: str, tmp_path: Path
+) -> None:
+    of_two, run = folder / f"two-{setting}", tmp_path / "run"
+    shutil.copytree(of_two, run)
+    write_result(run, reasoning(run, None, iterations=3))
+    assert of_all(run) == of_all(of_two) == of_all(of_two, rank=1)
+    assert steps(run) == [0, 4, 7, 11]
+    agent = reasoning(run, None, iterations=4)
+    assert steps(run) == [0, 4, 7, 11, 13, 14]
+    assert [asked(run, i) for i in (4, 5)] == following((1, 4), batches=2, processes=1)
+    assert len(agent.scores) == 5
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_two_processes_go_on_with_the_run_of_one(folder: Path, setting: str) -> None:
+    run = folder / f"one-{setting}"
+    for rank in (0, 1):
+        assert of_all(run.with_name(f"{run.name}_taken_over"), rank) == of_all(run)
+    assert steps(run) == [0, 2, 4, 7, 11, 14]
+    assert [asked(run, i) for i in (3, 4, 5)] == following((0, 4), batches=3, processes=2)
