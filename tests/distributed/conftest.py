@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from rank_launcher import HERE, run_ranks
+from torchrun import HERE, torchrun
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the ranks found, all cases under all settings; they are started for the first test."""
     path = tmp_path_factory.mktemp("ranks")
-    run_ranks(HERE / "run_ranks.py", str(path))
+    torchrun(HERE / "run_cases.py", str(path))
     return path
 
 

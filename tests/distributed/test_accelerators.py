@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from rank_rollouts import data, make_agent, weights
+from agents_and_batches import data, make_agent, weights
 
 from agilerl.llm.engine.local import LocalEngine
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from rank_checkpoint_cases import (
+from agents_and_batches import data, every_weight, make_agent, weights
+from case_settings import each_setting, settings_of
+from cases_checkpoints import (
     ATTENTION_RANK_3,
     CELLS,
     LOADERS,
@@ -20,8 +21,7 @@ from rank_checkpoint_cases import (
     third_step,
     trained_agent,
 )
-from rank_rollouts import data, every_weight, make_agent, weights
-from rank_settings import each_setting, settings_of
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from agilerl.algorithms import GRPO

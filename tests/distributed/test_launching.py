@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.utils import DistributedType
-from rank_launcher import HERE, run_ranks
+from torchrun import HERE, torchrun
 
 from agilerl.utils.llm_utils import create_llm_accelerator
 
@@ -48,11 +48,11 @@ def test_a_rank_that_dies_or_hangs_does_not_hang_the_test(tmp_path: Path) -> Non
         "import os, time\nif os.environ['RANK'] == '1': raise SystemExit(3)\ntime.sleep(99)"
     )
     with pytest.raises(RuntimeError, match="rank failed"):
-        run_ranks(script, seconds=60)
+        torchrun(script, seconds=60)
     script.write_text("import time\nprint('waiting', flush=True)\ntime.sleep(99)")
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="not done after 8 s"):
-        run_ranks(script, seconds=8)
+        torchrun(script, seconds=8)
     assert time.monotonic() - start < 30
 
 

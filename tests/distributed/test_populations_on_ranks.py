@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 import torch
-from rank_population_cases import RATES
-from rank_rollouts import data, make_agent, weights
-from rank_settings import each_setting
+from agents_and_batches import data, make_agent, weights
+from case_settings import each_setting
+from cases_populations import RATES
 
 Ranks = list[dict[str, Any]]
 

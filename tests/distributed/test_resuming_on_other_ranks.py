@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_settings import settings_of
-from rank_training import reasoning, sums, write_result
+from case_settings import settings_of
+from training_runs import reasoning, sums, write_result
 
 from agilerl.llm_envs.base import TrainingOrder
 

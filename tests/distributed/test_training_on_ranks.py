@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from rank_launcher import HERE, run_ranks
-from rank_sampler import MISSING, learned
+from learn_from_sampler import MISSING, learned
+from torchrun import HERE, torchrun
 
-SCRIPT = HERE / "train_on_ranks.py"
+SCRIPT = HERE / "run_training.py"
 SETTINGS = ["ddp", "zero2", "zero3"]
 NAMES = ["reasoning", "multi_turn"]
 CLOCKS = ("seconds", "tokens_per_second")
@@ -50,7 +50,7 @@ def assert_same(run: Path, other: Path) -> None:
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of four iterations under every setting: ``<setting>_<name>_whole`` and ``_parts``."""
     folder = tmp_path_factory.mktemp("exact")
-    (folder / "output").write_text(run_ranks(SCRIPT, str(folder), "exact"))
+    (folder / "output").write_text(torchrun(SCRIPT, str(folder), "exact"))
     return folder
 
 

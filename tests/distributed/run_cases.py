@@ -1,6 +1,6 @@
 """Started by torchrun: runs the cases under every setting and writes what each rank found.
 
-Usage: torchrun --nproc_per_node 2 run_ranks.py FOLDER
+Usage: torchrun --nproc_per_node 2 run_cases.py FOLDER
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
-from rank_cases import CASES
-from rank_checkpoint_cases import CHECKPOINT_CASES
-from rank_partition_cases import PARTITION_CASES
-from rank_population_cases import POPULATION_CASES
-from rank_resume_cases import RESUME_CASES
-from rank_settings import ARGUMENTS, cases_of
+from case_settings import ARGUMENTS, cases_of
+from cases_checkpoints import CHECKPOINT_CASES
+from cases_learn import LEARN_CASES
+from cases_populations import POPULATION_CASES
+from cases_resuming import RESUME_CASES
+from cases_zero3 import ZERO3_CASES
 
 from agilerl.utils.llm_utils import create_llm_accelerator
 
-EVERY_CASE = CASES | CHECKPOINT_CASES | PARTITION_CASES | POPULATION_CASES | RESUME_CASES
+EVERY_CASE = LEARN_CASES | CHECKPOINT_CASES | ZERO3_CASES | POPULATION_CASES | RESUME_CASES
 
 
 def main(folder: Path) -> None:

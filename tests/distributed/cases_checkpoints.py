@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from agents_and_batches import COSINE, PROMPTS_OF_RANK, data, every_weight, make_agent, weights
 from peft import LoraConfig
-from rank_rollouts import COSINE, PROMPTS_OF_RANK, data, every_weight, make_agent, weights
 
 from agilerl.algorithms import GRPO
 from agilerl.llm import checkpoint

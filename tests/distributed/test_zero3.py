@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_partition_cases import MODELS, TURNS_OF_RANK, agent_on, answers, rolled_out, turns
-from rank_rollouts import data, make_agent, weights
-from rank_settings import each_setting
+from agents_and_batches import data, make_agent, weights
+from case_settings import each_setting
+from cases_zero3 import MODELS, TURNS_OF_RANK, agent_on, answers, rolled_out, turns
 
 from agilerl.algorithms import GRPO
 from agilerl.testing import tiny_model

@@ -12,7 +12,7 @@ import psutil
 HERE = Path(__file__).parent
 
 
-def run_ranks(script: Path, *arguments: str, ranks: int = 2, seconds: float = 900) -> str:
+def torchrun(script: Path, *arguments: str, ranks: int = 2, seconds: float = 900) -> str:
     """Run a script on several ranks and return what they printed.
 
     When time is up, all of them are killed.

@@ -1,6 +1,6 @@
 """What the two ranks run. Every case is called on each of them and returns what it found.
 
-The tests compare with a single process, or between ranks; see ``run_ranks.py`` for the loop.
+The tests compare with a single process, or between ranks; see ``run_cases.py`` for the loop.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from datasets import Dataset
-from rank_rollouts import (
+from agents_and_batches import (
     COSINE,
     CREDIT,
     PROMPTS_OF_RANK,
@@ -22,6 +21,7 @@ from rank_rollouts import (
     moments,
     weights,
 )
+from datasets import Dataset
 
 from agilerl.algorithms import GRPO
 from agilerl.llm.advantages import Advantages
@@ -33,11 +33,11 @@ from agilerl.llm_envs import ReasoningGym
 from agilerl.testing import tiny_model
 
 Case = Callable[[Any], dict[str, Any]]
-CASES: dict[str, Case] = {}
+LEARN_CASES: dict[str, Case] = {}
 
 
 def case(function: Case) -> Case:
-    CASES[function.__name__] = function
+    LEARN_CASES[function.__name__] = function
     return function
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from agents_and_batches import SETTINGS, TOKENIZER, make_agent, weights
+from cases_learn import mine
 from deepspeed.runtime.zero import parameter_offload
 from peft import LoraConfig
-from rank_cases import mine
-from rank_rollouts import SETTINGS, TOKENIZER, make_agent, weights
 
 from agilerl.algorithms import GRPO
 from agilerl.testing import tiny_model
@@ -269,7 +269,7 @@ def rollouts_in_parts(accelerator: Any) -> dict[str, Any]:
     return result
 
 
-PARTITION_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
+ZERO3_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "partitioned_models": partitioned_models,
     "partitioned_checkpoints": partitioned_checkpoints,
     "partition_refusals": partition_refusals,

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_cases import mutate, update_with
-from rank_rollouts import COSINE, CREDIT, Data, data, make_agent, moments, weights
-from rank_settings import each_setting
+from agents_and_batches import COSINE, CREDIT, Data, data, make_agent, moments, weights
+from case_settings import each_setting
+from cases_learn import mutate, update_with
 
 from agilerl.algorithms import GRPO
 from agilerl.llm.batch import make_batch

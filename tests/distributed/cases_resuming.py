@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_checkpoint_cases import setting_of
-from rank_training import reasoning, seed_all, write_result
+from cases_checkpoints import setting_of
+from training_runs import reasoning, seed_all, write_result
 
 
 def another_number_of_ranks(accelerator: Any) -> dict[str, Any]:

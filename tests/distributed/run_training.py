@@ -1,7 +1,7 @@
 """Started by torchrun: both training functions on several processes.
 
-    torchrun --nproc_per_node 2 train_on_ranks.py FOLDER exact
-    torchrun --nproc_per_node 2 train_on_ranks.py FOLDER go_on RUN ...
+    torchrun --nproc_per_node 2 run_training.py FOLDER exact
+    torchrun --nproc_per_node 2 run_training.py FOLDER go_on RUN ...
 
 ``exact`` trains under every setting without interruption, and again in two parts. ``go_on`` trains
 the runs, ``reasoning`` and ``multi_turn``, from where they were left; ``reasoning:pause`` waits in
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from rank_sampler import learned
-from rank_training import (
+from learn_from_sampler import learned
+from training_runs import (
     RANK,
     RUNS,
     Die,

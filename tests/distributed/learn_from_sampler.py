@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rank_rollouts import PROMPTS_OF_RANK, Data, data, make_agent, weights
+from agents_and_batches import PROMPTS_OF_RANK, Data, data, make_agent, weights
 
 from agilerl.algorithms import GRPO
 

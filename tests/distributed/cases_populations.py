@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rank_cases import mine
-from rank_checkpoint_cases import setting_of
-from rank_rollouts import every_weight, make_agent, weights
+from agents_and_batches import every_weight, make_agent, weights
+from cases_checkpoints import setting_of
+from cases_learn import mine
 
 from agilerl.testing import tiny_model
 
