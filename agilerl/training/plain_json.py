@@ -51,8 +51,8 @@ def write_json(path: Path, content: Mapping[str, Any], *, exact: bool) -> None:
 
 def _refusal(name: str, value: Any) -> str:
     return (
-        f"{name} is {value!r}, a {type(value).__name__}, and a resumed run would get it back from "
-        "JSON as something else or not at all: have state_dict() give text, numbers, bools, None, "
-        "and lists and dicts (with text as keys) of these: int(x) for an integer of NumPy, "
+        f"{name} is {value!r} of type {type(value).__name__}, and a resumed run would get it back "
+        "from JSON as something else or not at all: have state_dict() give text, numbers, bools, "
+        "None, and lists and dicts (with text as keys) of these: int(x) for an integer of NumPy, "
         "x.tolist() for an array."
     )

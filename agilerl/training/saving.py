@@ -124,7 +124,9 @@ class Saver:
         except FileExistsError:  # someone's files are in the way, and will be next time
             raise
         except WRITE_ERRORS as error:
-            remedy = "Free disk space" if is_no_room(error) else "See what keeps it from writing"
+            remedy = (
+                "Free disk space" if is_no_room(error) else "See to it that files can be written"
+            )
             message = (
                 f"The {what} could NOT be saved in {where}: {error!r}. The run goes on without, "
                 f"and what was saved before is kept ({self._newest()}). {remedy}: later saves are "

@@ -52,8 +52,9 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     One iteration is one batch of prompts and one ``learn`` per agent. All agents are evaluated on
     the whole test split before training, every ``evaluation_interval`` iterations and at the end.
     The run ends with the iteration in which an agent has consumed ``max_steps`` prompts or an
-    environment has completed ``num_epochs`` passes in this call, whichever comes first. Ctrl-C or
-    SIGTERM ends it after the running iteration, with a checkpoint; a second Ctrl-C at once.
+    environment has completed ``num_epochs`` passes in this call, whichever comes first. Ctrl-C ends
+    it after the running iteration, with a checkpoint, a second one at once; SIGTERM as the first,
+    and then the program, with exit code 0.
 
     The run directory is ``checkpoint_path``, or ``runs/<ALGO>-<environment>-<date>-<time>``. It
     holds ``metrics.csv``, ``completions.jsonl`` and ``config.json``; what an earlier run left there
@@ -74,7 +75,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         tensorboard: Log to TensorBoard.
         tensorboard_log_dir: Parent of this run's event folder; None: in the run directory.
         evo_steps: Not supported yet.
-        checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every so many iterations.
+        checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every so many iterations,
+            and after the last one.
         checkpoint_path: The run directory.
         tournament: Not supported yet.
         mutation: Not supported yet.
@@ -100,12 +102,14 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     Raises:
         ValueError: For bad values and combinations, naming the argument and the remedy; for a
             prompt, of either split, that is too long for the context of an agent; for a checkpoint
-            that is damaged, or of other agents or data.
+            that is damaged, or of other agents or data; for processes with different options.
         FileNotFoundError: If ``resume_from`` holds no complete checkpoint.
-        TypeError: For values of the wrong type.
+        TypeError: For values of the wrong type; for an environment whose ``state_dict()`` is not
+            plain JSON.
         NotImplementedError: For arguments that are not supported yet.
         RuntimeError: If a run that is still going on, in whatever process, has this directory.
         ImportError: If TensorBoard or W&B is asked for and not installed.
+        SystemExit: With code 0, after SIGTERM to any of the processes, when all is saved.
     """
     arguments.check_population(pop)
     arguments.check_selection(tournament, mutation, evo_steps)
@@ -186,7 +190,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         tensorboard: Log to TensorBoard.
         tensorboard_log_dir: Parent of this run's event folder; None: in the run directory.
         evo_steps: Not supported yet.
-        checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every so many iterations.
+        checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every so many iterations,
+            and after the last one.
         checkpoint_path: The run directory.
         tournament: Not supported yet.
         mutation: Not supported yet.
@@ -198,8 +203,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         accelerator: As in :func:`finetune_llm_reasoning`.
         num_epochs: Passes over the training seeds; None: no bound.
         resume_from: As in :func:`finetune_llm_reasoning`.
-        max_wall_seconds: The run ends with the iteration in which so much time has passed, that
-            before it was resumed included.
+        max_wall_seconds: The run ends with the first iteration that has learned when so much time
+            has passed, that before it was resumed included.
         keep_checkpoints: As in :func:`finetune_llm_reasoning`.
         groups_per_iteration: Training seeds played at a time, over all processes.
         train_seeds: The training seeds are ``0 .. train_seeds - 1``.
@@ -218,13 +223,14 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
 
     Raises:
         ValueError: For an argument that makes no sense, a context that does not fit, a checkpoint
-            that is damaged or another run's.
+            that is damaged or another run's, or processes with different options.
         FileNotFoundError: If ``resume_from`` holds no complete checkpoint.
         TypeError: For an argument of the wrong type, or an environment of the wrong kind.
         NotImplementedError: For arguments that are not supported yet.
         EnvironmentFailure: If more than half of a batch of episodes failed.
         RuntimeError: If a run that is still going on, in whatever process, has this directory.
         ImportError: If TensorBoard or W&B is asked for and not installed.
+        SystemExit: With code 0, after SIGTERM to any of the processes, when all is saved.
     """
     arguments.check_population(pop)
     arguments.check_selection(tournament, mutation, evo_steps)

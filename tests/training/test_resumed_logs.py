@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from resume_helpers import After, make_agents, rows_of, run_reasoning
 
 from agilerl.training.log_files import take_over_logs
+from agilerl.training.trackers import TensorBoardSink
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -70,6 +72,28 @@ def test_tensorboard_goes_on_with_the_same_steps(tmp_path: Path) -> None:
         (int(row["iteration"]), pytest.approx(float(row["reward_mean"]))) for row in rows
     ]
     assert [step for step, _ in scores] == [1, 2, 3, 4]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_goes_on_once_there_is_room_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    row = {"iteration": 1.0, "agent": 0.0, **{f"m{i}": float(i) for i in range(25)}}
+    sink = TensorBoardSink(tmp_path)
+    sink.write(row)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (file,) = tmp_path.iterdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, before[1]))
+    try:
+        for iteration in (2, 3):
+            with pytest.raises(OSError, match="too large"):
+                sink.write(row | {"iteration": iteration})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    sink.write(row | {"iteration": 4})
+    sink.close(failed=False)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted({e.step for e in events.Scalars("agent_0/m24")}) == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

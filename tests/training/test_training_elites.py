@@ -97,6 +97,17 @@ def test_the_lock_of_a_killed_run_is_taken_over() -> None:
     assert not Path("run/.elite.lock").exists()
 
 
+@pytest.mark.parametrize("place", ["mine", "mine/notes.txt"])
+def test_a_place_that_is_taken_is_refused_at_the_start(place: str) -> None:
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("mine")
+    agent = FakeAgent()
+    with pytest.raises(ValueError, match=f"elite_path='{place}'"):
+        train(agent, elite=place)
+    assert not agent.fitness
+    assert Path("mine/notes.txt").read_text() == "mine"
+
+
 def test_an_elite_that_cannot_be_saved_costs_the_elite_only(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,209 @@
+"""What two processes settle before and during a run, so that neither waits for the other for ever.
+
+Real ranks, forked; the agents are fakes. With real ones: ``tests/distributed``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from forking import on_two_ranks
+from training_fakes import FakeAgent, FakeGym
+
+from agilerl.llm.engine.ranks import Ranks
+from agilerl.llm.update import NonFiniteUpdateError
+from agilerl.training import agreement
+from agilerl.training.collectors import ReasoningCollector
+from agilerl.training.elite import Elite
+from agilerl.training.options import LoopOptions
+from agilerl.training.run import run_training
+
+Learn = Callable[[FakeAgent], None]
+
+
+class AgentOfRank(FakeAgent):
+    """Rank 0 writes its checkpoints."""
+
+    ranks = Ranks()
+
+    def save_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> None:
+        self.ranks.first(lambda: super(AgentOfRank, self).save_checkpoint(path))
+
+
+def train(ranks: Ranks, on_learn: Learn = lambda agent: None, size: int = 1, **options: Any) -> int:
+    """Iterations of the first agent."""
+    pop = [AgentOfRank(index, on_learn=on_learn) for index in range(size)]
+    for agent in pop:
+        agent.ranks = ranks
+        agent.engine = SimpleNamespace(sharded=options.get("max_steps") == 5)
+    given = LoopOptions(**({"max_steps": 4, "verbose": False} | options))
+    run_training(pop, [ReasoningCollector(FakeGym(rows=99)) for _ in pop], given, "d", None, ranks)
+    return len(pop[0].learned)
+
+
+def refused(results: list[Any], kind: type[Exception]) -> str:
+    """The text of the error that both processes raised."""
+    assert [result[0] for result in results] == [kind, kind], results
+    assert results[0][1] == results[1][1]
+    return str(results[0][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("resume_from", ("run", None)),
+        ("max_steps", (4, 6)),
+        ("evaluation_interval", (10, 5)),
+        ("checkpoint_path", ("run", "other")),
+    ],
+)
+def test_options_that_differ_are_refused_on_all(
+    name: str, values: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = on_two_ranks(
+        tmp_path / "ranks",
+        lambda ranks: train(ranks, **({"checkpoint_path": "run"} | {name: values[ranks.rank]})),
+    )
+    said = refused(results, ValueError)
+    assert f"{name} is {values[0]!r} on process 0 but {values[1]!r} on process 1" in said
+    assert "let process 0 decide and tell the others" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_populations_that_differ_are_refused_on_all(tmp_path: Path) -> None:
+    results = on_two_ranks(
+        tmp_path, lambda ranks: train(ranks, size=1 + ranks.rank, checkpoint_path=tmp_path / "run")
+    )
+    said = refused(results, ValueError)
+    assert "pop is ['GSPO 0'] on process 0 but ['GSPO 0', 'GSPO 1'] on process 1" in said
+
+
+def in_a_folder_of_its_own(folder: Path, action: Callable[[Ranks], Any]) -> Callable[[Ranks], Any]:
+    """As on two machines: a relative path is another place on each."""
+
+    def run(ranks: Ranks) -> Any:
+        own = folder / f"machine_{ranks.rank}"
+        own.mkdir()
+        os.chdir(own)
+        return action(ranks)
+
+    return run
+
+
+def test_sharded_agents_need_storage_that_all_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "PATIENCE", 0.2)
+    action = in_a_folder_of_its_own(
+        tmp_path, lambda ranks: train(ranks, max_steps=5, checkpoint_path="run")
+    )
+    said = refused(on_two_ranks(tmp_path / "ranks", action), ValueError)
+    assert "checkpoint_path='run': what process 0 writes to 'run' is not seen by process 1" in said
+    assert "storage that all processes see" in said
+
+
+def test_others_are_told_that_resuming_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "PATIENCE", 0.2)
+
+    def action(ranks: Ranks) -> tuple[int, list[str]]:
+        said: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger().addHandler(handler)
+        return train(ranks, checkpoint_path="run"), said
+
+    first, second = on_two_ranks(tmp_path / "ranks", in_a_folder_of_its_own(tmp_path, action))
+    assert (first[0], second[0]) == (1, 1)  # max_steps counts the prompts of both
+    (warning,) = first[1]
+    assert "is not seen by process 1" in warning and "to go on from them" in warning
+    assert second[1] == []
+    assert not list((tmp_path / "machine_0" / "run").glob(".seen*"))
+
+
+def test_sharded_agents_on_shared_storage(tmp_path: Path) -> None:
+    results = on_two_ranks(
+        tmp_path, lambda ranks: train(ranks, max_steps=5, checkpoint_path=tmp_path / "run")
+    )
+    assert results == [2, 2]
+    assert not list((tmp_path / "run").glob(".seen*"))
+
+
+def test_whether_an_elite_is_this_runs_is_decided_once(tmp_path: Path) -> None:
+    """Its absolute path may differ from one machine to another."""
+
+    def action(ranks: Ranks) -> bool:
+        with Elite("elite", ranks) as elite:
+            elite.saved = True
+            state = ranks.gather(elite.state_dict())[0]
+            elite.saved = False
+            elite.load_state_dict(state)
+            return elite.saved
+
+    results = on_two_ranks(tmp_path / "ranks", in_a_folder_of_its_own(tmp_path, action))
+    assert results == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [((signal.SIGINT, signal.SIGTERM), 0), ((None, signal.SIGTERM), 0), ((None, signal.SIGINT), 2)],
+)
+def test_the_strongest_signal_counts_on_all(
+    signals: tuple[signal.Signals | None, ...], code: int, tmp_path: Path
+) -> None:
+    """Both exit with 0 after SIGTERM to one; after Ctrl-C both return, after two iterations."""
+
+    def action(ranks: Ranks) -> Any:
+        def learn(agent: FakeAgent) -> None:
+            number = signals[ranks.rank]
+            if len(agent.learned) == 1 and number is not None:
+                os.kill(os.getpid(), number)
+                time.sleep(0.01)
+
+        return train(ranks, learn, max_steps=90, checkpoint_path=tmp_path / "run")
+
+    results = on_two_ranks(tmp_path, action)
+    if code == 0:
+        assert [(kind, code) for kind, _, code in results] == [(SystemExit, 0)] * 2
+    else:
+        assert results == [2, 2]
+    assert (tmp_path / "run" / "iteration_00000002" / "run_state.json").is_file()
+
+
+def test_a_failure_on_one_process_is_noted_as_its_own(tmp_path: Path) -> None:
+    def action(ranks: Ranks) -> int:
+        def learn(agent: FakeAgent) -> None:
+            if len(agent.learned) == 1 and ranks.rank == 1:
+                raise ZeroDivisionError("only here")
+
+        return train(ranks, learn, max_steps=90, checkpoint_path=tmp_path / "run")
+
+    survivor, failed = on_two_ranks(tmp_path, action)
+    assert failed[0] is ZeroDivisionError
+    assert "Process 1 of 2 ended with this error in iteration 2" in failed[1]
+    assert survivor[0] is not ZeroDivisionError
+    assert "Process 0 of 2 ended with this error in iteration" in survivor[1]
+    assert "the launcher names it" in survivor[1]
+
+
+def test_an_error_that_all_have_is_saved_from(tmp_path: Path) -> None:
+    def learn(agent: FakeAgent) -> None:
+        if len(agent.learned) == 1:
+            raise NonFiniteUpdateError("not finite")
+
+    results = on_two_ranks(
+        tmp_path, lambda ranks: train(ranks, learn, max_steps=90, checkpoint_path=tmp_path / "run")
+    )
+    where = tmp_path / "run" / "crashed_in_iteration_00000002"
+    assert f"The agents were saved to {where}" in refused(results, NonFiniteUpdateError)
+    assert (where / "agent_0" / "agent.json").is_file()
