@@ -48,7 +48,12 @@ def run_that_loses_its_output(path: Path, broken: Callable[[], int]) -> None:
 
     from tqdm.auto import tqdm
 
-    other = threading.Thread(target=tqdm.get_lock().acquire, daemon=True)
+    def take_turns() -> None:
+        # Given back: forked processes share this lock, and the tests after this one need it.
+        with tqdm.get_lock():
+            pass
+
+    other = threading.Thread(target=take_turns, daemon=True)
     other.start()
     other.join(timeout=5)
     assert not other.is_alive()  # or the bars of other threads would wait for ever
