@@ -1,11 +1,13 @@
 """Run as a script: a run that saves every iteration, killed by SIGKILL at random instants.
 
-The parent imports everything once, makes the agent and forks; a child trains, or goes on training
-from the newest complete checkpoint, until it is killed. The last one goes on to the end.
+Saves are short, so every fourth instant is put off until the next save has begun. The parent
+imports everything once, makes the agent and forks; a child trains, or goes on training from the
+newest complete checkpoint, until it is killed. The last one goes on to the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -77,6 +79,22 @@ def check(path: Path) -> int:
     return max(last_row(path) - newest, 0)
 
 
+def unfinished_saves(path: Path) -> set[tuple[str, int]]:
+    """Names and numbers of the folders that are being written, or were left behind."""
+    found = set()
+    for folder in path.glob("*.partial"):
+        with contextlib.suppress(FileNotFoundError):  # it was renamed just now
+            found.add((folder.name, folder.stat().st_ino))
+    return found
+
+
+def wait_for_a_save(path: Path, before: set[tuple[str, int]]) -> None:
+    """Until a save has begun, or for five seconds: the run may be over."""
+    end = time.monotonic() + 5
+    while not unfinished_saves(path) - before and time.monotonic() < end:
+        time.sleep(0.0005)
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     agents = make_agents(1)
@@ -89,8 +107,11 @@ def main(folder: Path) -> None:
     killed = in_save = lost = finished = 0
     path = folder / "run_0"
     while killed < KILLS:
+        before = unfinished_saves(path)
         child = start(path, agents)
         time.sleep(instants.uniform(0.0, longest))
+        if killed % 4 == 3:
+            wait_for_a_save(path, before)
         os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code == 0:  # it was done before: a fast machine; go on with another run
@@ -99,7 +120,7 @@ def main(folder: Path) -> None:
             continue
         assert code == -signal.SIGKILL, "the run failed by itself"
         killed += 1
-        in_save += bool(list(path.glob("*.partial")))
+        in_save += bool(unfinished_saves(path) - before)
         lost = max(lost, check(path))
     finish(start(path, agents))
     for number in range(finished + 1):
