@@ -90,9 +90,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], default=None)
-    parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--output", default="demo_output")
+    parser.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], help="default: as launched")
+    parser.add_argument("--iterations", type=int, default=100, help="of the whole run")
+    parser.add_argument(
+        "--output", default="demo_output", help="a run in its folder 'distributed' is gone on with"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args()
 

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from agilerl.llm.adapter_files import adapter_state_dict
+from agilerl.llm.adapter_files import LoadedAdapter, adapter_state_dict
 from agilerl.llm.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,19 @@ def differing_fields(live: LoraConfig, saved: LoraConfig) -> dict[str, tuple[Any
         for n in sorted(mine | theirs)
         if mine.get(n) != theirs.get(n)
     }
+
+
+def with_live_targets(policy: Policy, adapter: LoadedAdapter) -> LoadedAdapter:
+    """The adapter, its targets written as the policy's if they are the same modules.
+
+    ``"all-linear"`` and a list of names may mean the same; the tensors tell.
+    """
+    live = adapter_state_dict(policy.model, policy.slot("actor"))
+    if adapter.tensors.keys() != live.keys():
+        return adapter
+    config = copy.deepcopy(adapter.config)
+    config.target_modules = copy.copy(policy.lora_config.target_modules)
+    return LoadedAdapter(config, adapter.tensors)
 
 
 def check_same_config(live: LoraConfig, saved: LoraConfig) -> None:

@@ -57,17 +57,16 @@ def create_llm_accelerator(
         raise ValueError(
             f"offload_optimizer is True, but zero_stage is {zero_stage}; it must be 1, 2 or 3"
         )
-    if not gather_for_generation and zero_stage != 3:
-        raise ValueError(
-            f"gather_for_generation is {gather_for_generation!r}, but zero_stage is {zero_stage}, "
-            "which does not partition the base; use zero_stage=3, or leave it out"
-        )
+    if not gather_for_generation and zero_stage is not None:
+        _check_partitions(zero_stage)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     cpu = not torch.cuda.is_available() if cpu is None else cpu
     # What accelerate launch tells the processes of a distributed_type DEEPSPEED.
     configured = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     if zero_stage is None and not configured:
+        if not gather_for_generation:
+            _check_partitions(None)
         from accelerate import Accelerator
 
         return Accelerator(cpu=cpu, gradient_accumulation_steps=gradient_accumulation_steps)
@@ -75,16 +74,26 @@ def create_llm_accelerator(
     from accelerate.utils import DeepSpeedPlugin
 
     if zero_stage is None:
-        return _with_plugin(DeepSpeedPlugin(), cpu)  # it reads the environment
-    plugin = DeepSpeedPlugin(
-        zero_stage=zero_stage,
-        offload_optimizer_device="cpu" if offload_optimizer else "none",
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        zero3_init_flag=False,
-    )
+        plugin = DeepSpeedPlugin()  # it reads the environment
+    else:
+        plugin = DeepSpeedPlugin(
+            zero_stage=zero_stage,
+            offload_optimizer_device="cpu" if offload_optimizer else "none",
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            zero3_init_flag=False,
+        )
     if not gather_for_generation:
+        _check_partitions(plugin.deepspeed_config["zero_optimization"]["stage"])
         plugin.deepspeed_config[SECTION] = {GATHER: False}
     return _with_plugin(plugin, cpu)
+
+
+def _check_partitions(zero_stage: int | None) -> None:
+    if zero_stage != 3:
+        raise ValueError(
+            f"gather_for_generation is False, but zero_stage is {zero_stage}, which does not "
+            "partition the base; use zero_stage=3, or leave it out"
+        )
 
 
 def _import_deepspeed(zero_stage: int | None, cpu: bool) -> None:

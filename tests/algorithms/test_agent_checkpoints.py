@@ -194,6 +194,17 @@ def test_the_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert torch.equal(weights(other), weights(agent))
 
 
+def test_targets_may_be_written_otherwise(tmp_path: Path) -> None:
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(small_model(), lora(target_modules=names, init_lora_weights=False))
+    model.save_pretrained(tmp_path)
+    agent = make_agent(lora_config=lora(target_modules="all-linear"))
+    targets = agent.lora_config.target_modules if agent.lora_config else None
+    agent.load_checkpoint(tmp_path)
+    assert torch.allclose(actor_logits(agent), logits(model), atol=1e-5)
+    assert agent.lora_config is not None and agent.lora_config.target_modules == targets
+
+
 def test_lora_mismatch_lists_each_field(tmp_path: Path) -> None:
     make_agent(lora_config=lora(r=2, lora_alpha=4)).save_checkpoint(tmp_path / "run")
     agent = make_agent(lora_config=lora(target_modules=["q_proj"]))

@@ -83,7 +83,7 @@ def test_the_stage_is_that_of_the_launch_configuration_unless_given(tmp_path: Pa
         "from accelerate.state import AcceleratorState\n"
         "from transformers.integrations import is_deepspeed_zero3_enabled\n"
         "from agilerl.utils.llm_utils import create_llm_accelerator\n"
-        "for stage in ({}, {'zero_stage': 1}):\n"
+        "for stage in ({'gather_for_generation': False}, {'zero_stage': 1}):\n"
         "    AcceleratorState._reset_state(reset_partial_state=True)\n"
         "    accelerator = create_llm_accelerator(**stage)\n"
         "    plugin = accelerator.deepspeed_plugin\n"

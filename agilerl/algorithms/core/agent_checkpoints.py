@@ -86,6 +86,7 @@ def _load_content(
     if "reference" in agent.policy.slots:
         own = saved.get("reference")
         roles["reference"] = saved["actor"] if reference_from_actor or own is None else own
+    roles = {r: lora_merge.with_live_targets(agent.policy, a) for r, a in roles.items()}
     full = content.attributes.get("actor_state_dict")
     base = {} if full is None else changed_base(agent.policy, full)
     merged = _merged_config(agent, roles, merge)
