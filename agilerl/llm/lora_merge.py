@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,11 +52,20 @@ def with_live_targets(policy: Policy, adapter: LoadedAdapter) -> LoadedAdapter:
     ``"all-linear"`` and a list of names may mean the same; the tensors tell.
     """
     live = adapter_state_dict(policy.model, policy.slot("actor"))
-    if adapter.tensors.keys() != live.keys():
+    modules = {re.sub(r"^base_model\.model\.|\.lora_[^.]*(\..*)?$", "", name) for name in live}
+    if adapter.tensors.keys() != live.keys() or not _names(adapter.config.target_modules, modules):
         return adapter
     config = copy.deepcopy(adapter.config)
     config.target_modules = copy.copy(policy.lora_config.target_modules)
     return LoadedAdapter(config, adapter.tensors)
+
+
+def _names(targets: Any, modules: set[str]) -> bool:
+    """Whether targets, by PEFT's rules, name all of the modules, and none idly."""
+    if not isinstance(targets, list | set | tuple):
+        return targets == "all-linear"
+    named = {t: {m for m in modules if f".{m}".endswith(f".{t}")} for t in targets}
+    return all(named.values()) and set().union(*named.values()) == modules
 
 
 def check_same_config(live: LoraConfig, saved: LoraConfig) -> None:
