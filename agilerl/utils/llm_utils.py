@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from agilerl.algorithms.core.accelerators import check_zero_stage
-from agilerl.llm.engine.partition_facts import GATHER, SECTION
+from agilerl.llm.engine.partition_facts import GATHER, SECTION, gathers_for_generation
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -83,9 +83,10 @@ def create_llm_accelerator(
             zero3_init_flag=False,
         )
     if not gather_for_generation:
-        _check_partitions(plugin.deepspeed_config["zero_optimization"]["stage"])
         plugin.deepspeed_config[SECTION] = {GATHER: False}
-    return _with_plugin(plugin, cpu)
+    accelerator = _with_plugin(plugin, cpu)
+    gathers_for_generation(accelerator)  # refuses a stage of the launcher's that partitions nothing
+    return accelerator
 
 
 def _check_partitions(zero_stage: int | None) -> None:

@@ -65,11 +65,22 @@ def test_a_bad_setting_is_named(
         gathers_for_generation(configured(tmp_path, **changes))
 
 
-def test_the_helper_refuses_what_has_no_effect() -> None:
-    for stage in (None, 0, 2):
-        with pytest.raises(ValueError, match=f"gather_for_generation is False.*{stage}.*stage=3"):
-            create_llm_accelerator(zero_stage=stage, gather_for_generation=False)
-    assert create_llm_accelerator(zero_stage=3, gather_for_generation=False) is None
+@pytest.mark.parametrize(("stage", "processes"), [(0, 1), (2, 1), (2, 2), (None, 2)])
+def test_the_helper_refuses_what_has_no_effect(
+    stage: int | None, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
+    with pytest.raises(ValueError, match=f"gather_for_generation is False.*{stage}.*stage=3"):
+        create_llm_accelerator(zero_stage=stage, gather_for_generation=False)
+
+
+@pytest.mark.parametrize("stage", [3, None], ids=["given", "the launcher's"])
+def test_a_script_for_stage_3_also_runs_as_one_process(
+    stage: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert create_llm_accelerator(zero_stage=stage, gather_for_generation=False) is None
 
 
 def test_deepspeed_does_not_mind_the_section(tmp_path: Path) -> None:
