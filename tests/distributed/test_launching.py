@@ -88,7 +88,9 @@ def test_the_stage_is_that_of_the_launch_configuration_unless_given(tmp_path: Pa
         "    accelerator = create_llm_accelerator(**stage)\n"
         "    plugin = accelerator.deepspeed_plugin\n"
         "    stage = plugin.deepspeed_config['zero_optimization']['stage']\n"
-        "    print('found', stage, accelerator.num_processes, is_deepspeed_zero3_enabled())\n"
+        "    zero3 = is_deepspeed_zero3_enabled()\n"
+        # One write: the workers' output is unbuffered, and goes to one pipe.
+        "    print(f'found {stage} {accelerator.num_processes} {zero3}\\n', end='')\n"
     )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
     command += ["--config_file", str(CONFIGS / "zero3.yaml"), str(script)]
@@ -122,7 +124,7 @@ def two_machines(launcher: str, port: int) -> list[list[str]]:
 def test_two_machines_find_each_other(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "hello.py"
     script.write_text(
-        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+        "import os\nprint('rank {RANK} of {WORLD_SIZE}\\n'.format(**os.environ), end='')\n"
     )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
