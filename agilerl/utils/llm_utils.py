@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +27,8 @@ def create_llm_accelerator(
     """Make the accelerator for a script started by ``torchrun`` or ``accelerate launch``.
 
     The same script also runs as a plain single process: then there is nothing to divide, and the
-    result is None. Make it first, before environments and agents, and give it to both.
+    result is None. Make it first, before environments and agents, and give it to both. It also sees
+    to it that the processes part properly when the program ends.
 
     Args:
         zero_stage: Partition the optimizer with DeepSpeed: 1, or 2; with 3 the frozen base too. 0
@@ -69,6 +72,7 @@ def create_llm_accelerator(
             _check_partitions(None)
         from accelerate import Accelerator
 
+        atexit.register(_leave_process_group)
         return Accelerator(cpu=cpu, gradient_accumulation_steps=gradient_accumulation_steps)
     _import_deepspeed(zero_stage, cpu)
     from accelerate.utils import DeepSpeedPlugin
@@ -84,9 +88,23 @@ def create_llm_accelerator(
         )
     if not gather_for_generation:
         plugin.deepspeed_config[SECTION] = {GATHER: False}
+    atexit.register(_leave_process_group)
     accelerator = _with_plugin(plugin, cpu)
     gathers_for_generation(accelerator)  # refuses a stage of the launcher's that partitions nothing
     return accelerator
+
+
+def _leave_process_group() -> None:
+    """Give up the process group before the interpreter does.
+
+    A thread of gloo that still holds a tensor then aborts the program once in a while, and a run
+    that ended well would count as failed (https://github.com/pytorch/pytorch/issues/190489). After
+    an error the group is left as it is: giving it up could wait for the other processes, while
+    these wait for this one.
+    """
+    failed = hasattr(sys, "last_value")  # set where an error ends the program
+    if torch.distributed.is_initialized() and not failed:
+        torch.distributed.destroy_process_group()
 
 
 def _check_partitions(zero_stage: int | None) -> None:

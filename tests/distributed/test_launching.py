@@ -56,6 +56,21 @@ def test_a_rank_that_dies_or_hangs_does_not_hang_the_test(tmp_path: Path) -> Non
     assert time.monotonic() - start < 30
 
 
+def test_a_rank_with_an_error_does_not_try_to_part_from_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import atexit, time, torch\n"
+        "from agilerl.utils.llm_utils import create_llm_accelerator\n"
+        "group = torch.distributed.is_initialized\n"
+        "atexit.register(lambda: print(f'group at exit: {group()}'))\n"
+        "if create_llm_accelerator(cpu=True).process_index == 1:\n"
+        "    raise RuntimeError\n"
+        "time.sleep(99)\n"
+    )
+    with pytest.raises(RuntimeError, match="group at exit: True"):
+        torchrun(script, seconds=60)
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.stem)
 def test_launch_configurations_are_read_by_accelerate(path: Path) -> None:
     config = load_config_from_file(str(path))
@@ -80,9 +95,14 @@ def test_launch_configurations_are_read_by_accelerate(path: Path) -> None:
 def test_the_stage_is_that_of_the_launch_configuration_unless_given(tmp_path: Path) -> None:
     script = tmp_path / "stages.py"
     script.write_text(
+        "import atexit\n"
+        "import torch.distributed\n"
         "from accelerate.state import AcceleratorState\n"
         "from transformers.integrations import is_deepspeed_zero3_enabled\n"
         "from agilerl.utils.llm_utils import create_llm_accelerator\n"
+        # What is registered first is run last.
+        "group = torch.distributed.is_initialized\n"
+        "atexit.register(lambda: print(f'group at exit: {group()}\\n', end=''))\n"
         "for stage in ({'gather_for_generation': False}, {'zero_stage': 1}):\n"
         "    AcceleratorState._reset_state(reset_partial_state=True)\n"
         "    accelerator = create_llm_accelerator(**stage)\n"
@@ -106,6 +126,7 @@ def test_the_stage_is_that_of_the_launch_configuration_unless_given(tmp_path: Pa
     )
     assert said.returncode == 0, said.stderr
     assert said.stdout.count("found 3 2 False") == said.stdout.count("found 1 2 False") == 2
+    assert said.stdout.count("group at exit: False") == 2
 
 
 def two_machines(launcher: str, port: int) -> list[list[str]]:
