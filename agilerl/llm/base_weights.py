@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,23 @@ import torch
 from peft import PeftModel
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from agilerl.llm.policy import Policy
 
 logger = logging.getLogger(__name__)
 
+SAMPLED = 64
+"""Values per tensor that a fingerprint looks at."""
 
-def base_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
+
+def base_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
     """The base's tensors as they are in the model."""
-    slots = set(model.peft_config)
+    slots: set[str] = set()
+    if isinstance(model, PeftModel):
+        model, slots = model.get_base_model(), set(model.peft_config)
     found: dict[str, torch.Tensor] = {}
-    for name, tensor in model.get_base_model().state_dict().items():
+    for name, tensor in model.state_dict().items():
         parts = name.split(".")
         if slots.isdisjoint(parts):
             found[
@@ -33,6 +41,22 @@ def base_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
     return {
         name: tensor.detach().cpu().contiguous() for name, tensor in base_tensors(model).items()
     }
+
+
+@torch.no_grad()
+def fingerprint(model: PreTrainedModel | PeftModel) -> str:
+    """A digest that tells a base from others of its shape, 16 hexadecimal digits.
+
+    Of names, kinds, shapes and some values of every tensor: the same on every device, and quick.
+    """
+    digest = hashlib.sha256()
+    values = []
+    for name, tensor in sorted(base_tensors(model).items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        at = torch.linspace(0, tensor.numel() - 1, min(SAMPLED, tensor.numel())).long()
+        values.append(tensor.flatten()[at.to(tensor.device)].float())
+    digest.update(torch.cat(values).cpu().numpy().tobytes())  # one transfer
+    return digest.hexdigest()[:16]
 
 
 def base_part(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from agilerl.llm import adapters
+from agilerl.llm import adapters, base_weights
 from agilerl.llm.engine.partition_facts import check_every_layer_runs
 from agilerl.llm.engine.ranks import Ranks
 from agilerl.llm.forward import supports_shared_prefixes
@@ -40,6 +40,7 @@ class SharedBase:
         self.model.requires_grad_(False)
         self.peft: PeftModel | None = None
         self.partition: PartitionedBase | None = None
+        self._fingerprint: str | None = None
         self._active: tuple[str | None, bool] | None = None
         self._shares_prefixes: bool | None = None
         self._folded: str | None = None
@@ -79,6 +80,7 @@ class SharedBase:
 
         assert self.peft is None and self.partition is None
         check_every_layer_runs(self.model)
+        self._fingerprint = base_weights.fingerprint(self.model)
         self.partition = PartitionedBase(self.model, ranks, offload, gather_for_generation)
         # What was found out about the whole model cannot be found out again.
         self.model.__dict__["_agilerl_base"] = self
@@ -120,6 +122,11 @@ class SharedBase:
             config = self.model.config.get_text_config()
             self._shares_prefixes = supports_shared_prefixes(self.decoder, config.vocab_size)
         return self._shares_prefixes
+
+    def fingerprint(self) -> str:
+        """Tells the base's weights from those of others of its shape."""
+        # That of a partitioned base was taken while it was whole, and stays.
+        return self._fingerprint or base_weights.fingerprint(self.peft or self.model)
 
     def add_slot(self, role: str, config: LoraConfig) -> str:
         """Add an adapter and return its name.

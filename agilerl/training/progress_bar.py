@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -92,5 +93,6 @@ class ProgressBar:
 
 
 def _mean(rows: Sequence[Row], name: str, default: float | None = None) -> float | None:
-    values = [row[name] for row in rows if name in row]
+    # The KL of agents that compute none is nan.
+    values = [row[name] for row in rows if name in row and not math.isnan(row[name])]
     return sum(values) / len(values) if values else default

@@ -276,6 +276,17 @@ def test_a_full_checkpoint_of_another_base_overwrites_the_base(
         )
 
 
+def test_adapters_on_another_base_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = trained_agent(lora_config=lora())
+    agent.save_checkpoint(tmp_path / "run")
+    make_agent(lora_config=lora()).load_checkpoint(tmp_path / "run")
+    assert "base weights" not in caplog.text
+    make_agent(model=small_model(seed=5), lora_config=lora()).load_checkpoint(tmp_path / "run")
+    assert "run were trained on other base weights" in caplog.text
+
+
 def test_saving_again_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
     agent = trained_agent()
     agent.save_checkpoint(tmp_path / "run")

@@ -25,6 +25,8 @@ from resume_helpers import (
     state_of,
 )
 
+from agilerl.testing import tiny_model
+
 RUNS: dict[str, Callable[..., Any]] = {"reasoning": run_reasoning, "multiturn": run_multiturn}
 
 
@@ -178,6 +180,13 @@ def test_hyperparameters_are_the_checkpoints(
     assert (agent.lr, agent.batch_size, agent.temperature, agent.clip_coef) == (3e-3, 6, 0.7, 0.2)
     for said in ("batch_size=6 (not 2)", "clip_coef=0.2 (not 0.3)", "lr=0.003 (not 5.0)"):
         assert said in caplog.text
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    run_reasoning(tmp_path, hook=After(2))
+    other = tiny_model(hidden_size=16, layers=1, heads=2, key_value_heads=1, seed=1)
+    with pytest.raises(ValueError, match=r"its base weights are '\w+', this agent's '\w+'; build"):
+        run_reasoning(tmp_path, pop=make_agents(actor_network=other), resume_from=tmp_path)
 
 
 def test_a_rate_changed_after_the_last_step_is_taken_up_by_the_next(tmp_path: Path) -> None:

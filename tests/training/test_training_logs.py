@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -322,6 +323,17 @@ def test_the_progress_bar_says_how_it_goes(capfd: pytest.CaptureFixture[str]) ->
     assert "3/3" in last
     for part in ("reward=0.5", "accuracy=0.5", "KL=0.5", "tokens/s=", "fitness=0.333"):
         assert part in last
+
+
+@pytest.mark.parametrize(("others", "shown"), [([0.5], True), ([], False)])
+def test_the_kl_of_agents_that_compute_none_is_not_shown(
+    others: list[float], shown: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bar = ProgressBar(total=1, enabled=True)
+    bar.update(1, [{"mean_kl": kl, "reward_mean": 0.75} for kl in [math.nan, *others]])
+    bar.close()
+    last = capfd.readouterr().err.rstrip().rsplit("\r", 1)[-1]
+    assert "reward=0.75" in last and ("KL=0.5" in last) == ("KL" in last) == shown
 
 
 def test_time_left_is_shown(capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ The files are :mod:`agilerl.llm.checkpoint`'s business, reading them ``checkpoin
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -23,6 +24,8 @@ from agilerl.llm.base_weights import base_part, changed_base, overwrite_base
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.engine.ranks import ranks_of
 from agilerl.llm.shared_base import load_base
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -89,6 +92,8 @@ def _load_content(
     roles = {r: lora_merge.with_live_targets(agent.policy, a) for r, a in roles.items()}
     full = content.attributes.get("actor_state_dict")
     base = {} if full is None else changed_base(agent.policy, full)
+    if full is None:
+        _warn_of_another_base(agent, content)
     merged = _merged_config(agent, roles, merge)
     rebuilt: AbstractContextManager[None] = nullcontext()
     if merged is not None:
@@ -173,7 +178,20 @@ def _attributes(agent: LLMAlgorithm) -> dict[str, Any]:
         "bad_steps": agent.health.bad_steps,
         "base_name": agent.model_name or model.name_or_path or None,
         "base_dtype": encode_value(model.dtype, "base_dtype"),
+        "base_fingerprint": agent.policy.base.fingerprint(),
     }
+
+
+def _warn_of_another_base(agent: LLMAlgorithm, content: CheckpointContent) -> None:
+    saved = content.attributes.get("base_fingerprint")  # of a PEFT directory there is none
+    if saved is None or ranks_of(agent.accelerator).rank:
+        return
+    if saved != agent.policy.base.fingerprint():
+        logger.warning(
+            "the adapters of %s were trained on other base weights (of %r) than this agent's",
+            content.path,
+            content.attributes["base_name"],
+        )
 
 
 def _merged_config(

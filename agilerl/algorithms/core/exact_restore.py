@@ -124,6 +124,7 @@ def _check_identity(
         "algorithm": (attributes["algo"], agent.algo),
         "index": (attributes["history"].get("index"), agent.index),
         "adapters": (sorted(roles), sorted(agent.policy.slots)),
+        "base weights": (attributes.get("base_fingerprint"), agent.policy.base.fingerprint()),
     }
     for what, (theirs, own) in pairs.items():
         if theirs != own:
