@@ -68,18 +68,21 @@ def _names(targets: Any, modules: set[str]) -> bool:
     return all(named.values()) and set().union(*named.values()) == modules
 
 
-def check_same_config(live: LoraConfig, saved: LoraConfig) -> None:
+def check_same_config(
+    live: LoraConfig,
+    saved: LoraConfig,
+    whose: str = "checkpoint",
+    remedy: str = "Create the agent with the checkpoint's lora_config, or load with "
+    "merge_lora_configs=True",
+) -> None:
     """Raise ValueError listing each field in which two configs differ."""
     differing = differing_fields(live, saved)
     if differing:
         listed = "; ".join(
-            f"{n}: agent has {mine!r}, checkpoint {theirs!r}"
+            f"{n}: agent has {mine!r}, {whose} {theirs!r}"
             for n, (mine, theirs) in differing.items()
         )
-        raise ValueError(
-            f"LoRA configs differ ({listed}). Create the agent with the checkpoint's lora_config, "
-            "or load with merge_lora_configs=True"
-        )
+        raise ValueError(f"LoRA configs differ ({listed}). {remedy}")
 
 
 def merge_configs(live: LoraConfig, saved: LoraConfig) -> LoraConfig:

@@ -217,7 +217,7 @@ def test_a_peft_model_serves_a_whole_population() -> None:
 
 
 def test_a_peft_model_of_another_config_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"r: agent has 8, checkpoint 4"):
+    with pytest.raises(ValueError, match=r"r: agent has 8, actor_network 4.*Leave lora_config out"):
         make_agent(actor_network=peft_model(), lora_config=lora(r=8))
 
 

@@ -94,7 +94,11 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
     saved, attributes = content.adapters, content.attributes
     _check_identity(agent, path, attributes, set(saved))
     for adapter in saved.values():
-        lora_merge.check_same_config(agent.policy.lora_config, adapter.config)
+        lora_merge.check_same_config(
+            agent.policy.lora_config,
+            adapter.config,
+            remedy="Build the agents with the checkpoint's lora_config",
+        )
     adapters = {
         role: lora_merge.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
         for role, adapter in saved.items()

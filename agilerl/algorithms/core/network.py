@@ -257,7 +257,8 @@ def resolve_lora_config(
         scope = None if all(scope in t.split(".") for t in chosen.target_modules) else scope
     config = scope_lora_config(chosen, model, scope)
     if start is not None:
-        check_same_config(config, start.config)
+        remedy = "Leave lora_config out: the agent takes that of the adapter"
+        check_same_config(config, start.config, "actor_network", remedy)
     if given is not None and given.lora_dropout:
         logger.warning(
             "lora_dropout=%s has no effect: all forwards run without dropout, so that the "
