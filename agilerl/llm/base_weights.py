@@ -53,8 +53,10 @@ def fingerprint(model: PreTrainedModel | PeftModel) -> str:
     values = []
     for name, tensor in sorted(base_tensors(model).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        at = torch.linspace(0, tensor.numel() - 1, min(SAMPLED, tensor.numel())).long()
-        values.append(tensor.flatten()[at.to(tensor.device)].float())
+        # In integers: floats cannot count the elements of an embedding.
+        count, last = min(SAMPLED, tensor.numel()), tensor.numel() - 1
+        at = torch.arange(count, device=tensor.device) * last // max(count - 1, 1)
+        values.append(tensor.reshape(-1)[at].float())
     digest.update(torch.cat(values).cpu().numpy().tobytes())  # one transfer
     return digest.hexdigest()[:16]
 

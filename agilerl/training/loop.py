@@ -78,7 +78,7 @@ class TrainingLoop:
         self.best: Best | None = None
         self._resumed = False
         self._learned = False
-        self._iterated = False
+        self._iterated = self._made_up = False
         self._unevaluated: list[Row] | None = None
         self._started = time.perf_counter()
 
@@ -98,10 +98,13 @@ class TrainingLoop:
                 self.saver.rescue(error, self.iteration, trained=self._learned)
                 raise
             signal_name = self._stop_requested(stop)
+            evaluated_later = self._made_up and not self._iterated
+            unsaved = self._made_up or self._iterated
+            if signal_name is None and unsaved and self.options.checkpoint_steps is not None:
+                self.saver.save(self.iteration, evaluated_later)
+                signal_name = self._stop_requested(stop)  # it may have come meanwhile
             if signal_name is not None:
-                self.saver.save_after_stop(signal_name, self.iteration)
-            elif self._iterated and self.options.checkpoint_steps is not None:
-                self.saver.save(self.iteration)
+                self.saver.save_after_stop(signal_name, self.iteration, evaluated_later)
             # After the save: a run that goes on from there must not find this entry.
             for member in self.members:
                 if member.agent.steps[-1:] != [member.steps]:
@@ -159,6 +162,7 @@ class TrainingLoop:
         """Evaluate before the first iteration; or what a stop kept the interrupted run from."""
         if self._resumed and self._unevaluated is None:
             return
+        self._made_up = self._unevaluated is not None
         rows = self._unevaluated or [self._row(member) for member in self.members]
         self._evaluate(rows)
         self._write_rows(rows)

@@ -1,6 +1,7 @@
 """Run checkpoints on disk: which are complete, which to keep, and reading one back with care.
 
-A run checkpoint is a folder ``iteration_<number>`` of the run directory::
+A run checkpoint is a folder ``iteration_<number>`` of the run directory (with ``_evaluated`` after
+it, if a stop kept the run from the evaluation that was due, and it was made up for later)::
 
     iteration_00000040/
         agent_0/ agent_1/ ...   the agents' checkpoints, as save_checkpoint writes them
@@ -27,7 +28,7 @@ STATE_FILE = "run_state.json"
 SUMS_FILE = "SHA256SUMS"
 FORMAT = 1
 PARTIAL = ".partial"
-_NAME = re.compile(r"iteration_(\d+)")
+_NAME = re.compile(r"iteration_(\d+)(_evaluated)?")
 _STATE: Mapping[str, type | tuple[type, ...]] = {
     "run": str,
     "environment": str,
@@ -64,13 +65,13 @@ class RunCheckpoint:
         return int(self.state["iteration"])
 
 
-def checkpoint_name(iteration: int) -> str:
-    """Folder of the checkpoint written after an iteration."""
-    return f"iteration_{iteration:08d}"
+def checkpoint_name(iteration: int, evaluated_later: bool = False) -> str:
+    """Folder of the checkpoint written after an iteration, and after an evaluation made up for."""
+    return f"iteration_{iteration:08d}" + "_evaluated" * evaluated_later
 
 
 def iteration_of(folder: Path) -> int | None:
-    """Inverse of :func:`checkpoint_name`; None for other names."""
+    """The iteration in a :func:`checkpoint_name`; None for other names."""
     found = _NAME.fullmatch(folder.name)
     return None if found is None else int(found[1])
 

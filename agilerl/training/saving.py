@@ -60,23 +60,26 @@ class Saver:
         what = f"best agent so far ({agent.index})"
         return self._tried(what, elite.path, lambda: elite.save(agent, trained))
 
-    def save(self, iteration: int) -> None:
+    def save(self, iteration: int, evaluated_later: bool = False) -> None:
         """Save the run and remove old checkpoints; a full disk, say, is no reason to lose it."""
         what = f"checkpoint of iteration {iteration}"
-        name = checkpoint_name(iteration)
+        name = checkpoint_name(iteration, evaluated_later)
         if self._tried(what, self.directory.path, lambda: self._save(name)):
             self.directory.prune(self.keep)
 
-    def save_after_stop(self, signal_name: str, iteration: int) -> None:
+    def save_after_stop(
+        self, signal_name: str, iteration: int, evaluated_later: bool = False
+    ) -> None:
         """Save the run, and say where."""
         try:
-            where = self._save(checkpoint_name(iteration))
+            where = self._save(checkpoint_name(iteration, evaluated_later))
         except Exception as error:
             error.add_note(
                 f"Stopped by {signal_name} after iteration {iteration}, which could not be "
                 f"saved. The newest checkpoint: {self._newest()}"
             )
             raise
+        self.directory.prune(self.keep)
         message = f"Stopped by {signal_name} after iteration {iteration}. Saved to {where}"
         if self.elite is not None and self.elite.saved:
             message += f"; the best agent so far is in {self.elite.path}"

@@ -287,6 +287,19 @@ def test_adapters_on_another_base_are_warned_of(
     assert "run were trained on other base weights" in caplog.text
 
 
+def test_an_agent_without_a_reference_adapter_says_that_it_loads_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained_agent().save_checkpoint(tmp_path / "both")
+    agent = make_agent(use_separate_reference_adapter=False)
+    agent.save_checkpoint(tmp_path / "one")
+    agent.load_checkpoint(tmp_path / "one")
+    assert "reference" not in caplog.text
+    agent.load_checkpoint(tmp_path / "both")
+    agent.load_checkpoint(tmp_path / "one", overwrite_reference_adapter=True)
+    assert caplog.text.count("it stays the base model") == 2
+
+
 def test_saving_again_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
     agent = trained_agent()
     agent.save_checkpoint(tmp_path / "run")

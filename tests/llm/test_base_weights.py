@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from agilerl.llm.base_weights import fingerprint
+from agilerl.llm.base_weights import SAMPLED, fingerprint
 from agilerl.testing import tiny_model
 
 
@@ -15,6 +16,25 @@ def test_a_fingerprint_is_that_of_the_base_alone() -> None:
     wrapped = get_peft_model(tiny_model(), config)
     wrapped.add_adapter("second", LoraConfig(r=2, target_modules="all-linear"))
     assert fingerprint(wrapped) == bare
+
+
+def test_the_last_value_of_a_large_tensor_is_there() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("rows", torch.zeros(1).expand(2**24 + 4))  # more than floats can count
+    model.register_buffer("nothing", torch.zeros(0))
+    fingerprint(model)
+
+
+@pytest.mark.parametrize("size", [1, 2, SAMPLED - 1, SAMPLED, SAMPLED + 1, 1000])
+def test_first_and_last_value_count(size: int) -> None:
+    found = set()
+    for changed in (None, 0, -1):
+        model = torch.nn.Module()
+        model.register_buffer("row", torch.zeros(size))
+        if changed is not None:
+            model.row[changed] = 1 + changed / 2
+        found.add(fingerprint(model))
+    assert len(found) == 3
 
 
 def test_fingerprints_differ_with_values_kinds_and_sizes() -> None:

@@ -182,6 +182,24 @@ def test_hyperparameters_are_the_checkpoints(
         assert said in caplog.text
 
 
+def test_a_run_stopped_before_its_last_evaluation_is_done_once_that_is_made(
+    whole: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    last = int(checkpoints_in(whole["reasoning"][0])[-1].removeprefix("iteration_"))
+    seed_all()
+    run_reasoning(tmp_path, hook=hook_for("reasoning", last))
+    assert state_of(tmp_path / checkpoints_in(tmp_path)[-1])["unevaluated_rows"]
+    reseed()
+    pop = run_reasoning(tmp_path, resume_from=tmp_path)
+    assert differences(everything(tmp_path, pop), whole["reasoning"][1]) == []
+    names = [f"iteration_{last:08d}{after}" for after in ("", "_evaluated")]
+    assert checkpoints_in(tmp_path)[-2:] == names
+    assert not state_of(tmp_path / names[-1])["unevaluated_rows"]
+    again = run_reasoning(tmp_path, resume_from=tmp_path)
+    assert [agent.fitness for agent in again] == [agent.fitness for agent in pop]
+    assert checkpoints_in(tmp_path)[-2:] == names
+
+
 def test_another_base_is_refused(tmp_path: Path) -> None:
     run_reasoning(tmp_path, hook=After(2))
     other = tiny_model(hidden_size=16, layers=1, heads=2, key_value_heads=1, seed=1)

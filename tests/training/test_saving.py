@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import resource
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,27 @@ def test_an_end_that_cannot_be_saved_costs_the_checkpoint_only(
     assert checkpoints_in(Path("c")) == ["iteration_00000003"]
     assert "checkpoint of iteration 5 could NOT be saved" in caplog.text
     assert "Free disk space" in caplog.text
+
+
+def test_a_signal_during_the_save_at_the_end_is_heeded(capfd: pytest.CaptureFixture[str]) -> None:
+    def signalled(agent: FakeAgent) -> None:
+        if len(agent.learned) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        train(FakeAgent(on_save=signalled), checkpoint_steps=3)
+    assert ended.value.code == 0
+    assert "Saved to c/iteration_00000005" in capfd.readouterr().out
+
+
+def test_a_stop_removes_old_checkpoints_too() -> None:
+    def signalled(agent: FakeAgent) -> None:
+        if len(agent.learned) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    train(FakeAgent(on_learn=signalled), keep_checkpoints=1)
+    best = "iteration_00000001"
+    assert checkpoints_in(Path("c")) == [best, "iteration_00000003"]
 
 
 def test_when_time_is_up_the_last_iteration_is_evaluated(tmp_path: Path) -> None:

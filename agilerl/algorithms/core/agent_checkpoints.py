@@ -89,6 +89,12 @@ def _load_content(
     if "reference" in agent.policy.slots:
         own = saved.get("reference")
         roles["reference"] = saved["actor"] if reference_from_actor or own is None else own
+    elif (reference_from_actor or "reference" in saved) and not ranks_of(agent.accelerator).rank:
+        logger.warning(
+            "no reference was loaded from %s: with use_separate_reference_adapter=False it stays "
+            "the base model",
+            content.path,
+        )
     roles = {r: lora_merge.with_live_targets(agent.policy, a) for r, a in roles.items()}
     full = content.attributes.get("actor_state_dict")
     base = {} if full is None else changed_base(agent.policy, full)
