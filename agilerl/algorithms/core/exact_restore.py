@@ -124,11 +124,12 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
 def _check_identity(
     agent: LLMAlgorithm, path: Path, attributes: Mapping[str, Any], roles: set[str]
 ) -> None:
+    base = agent.policy.base.fingerprint()
     pairs: dict[str, tuple[Any, Any]] = {
         "algorithm": (attributes["algo"], agent.algo),
         "index": (attributes["history"].get("index"), agent.index),
         "adapters": (sorted(roles), sorted(agent.policy.slots)),
-        "base weights": (attributes.get("base_fingerprint"), agent.policy.base.fingerprint()),
+        "base weights": (attributes.get("base_fingerprint", base), base),  # absent in older ones
     }
     for what, (theirs, own) in pairs.items():
         if theirs != own:
