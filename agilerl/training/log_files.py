@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from agilerl.training.line_file import LineFile
 from agilerl.training.protocols import Row, Sample
 
 logger = logging.getLogger(__name__)
@@ -36,10 +38,11 @@ FIRST_COLUMNS = (
 
 
 class MetricsCsv:
-    """One CSV line per row, flushed at once.
+    """One CSV line per row, written at once.
 
     A row with new columns makes the file be written anew with a wider header and swapped in whole,
-    so a kill at any instant costs at most the line being written.
+    so a kill at any instant costs at most the line being written. Rows that cannot be written are
+    kept and written with the next one that can.
 
     Args:
         path: The file; rows are appended to one that exists.
@@ -48,35 +51,61 @@ class MetricsCsv:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.columns = list(FIRST_COLUMNS)
-        self.rows = 0
-        """Rows in the file."""
-        if path.exists():
+        self._waiting: list[Row] = []
+        exists = path.exists()
+        if exists:
             with path.open(newline="", encoding="utf-8") as existing:
-                reader = csv.DictReader(existing)
-                self.columns = list(reader.fieldnames or FIRST_COLUMNS)
-                self.rows = sum(1 for _ in reader)
-            self._file = path.open("a", newline="", encoding="utf-8")
-            return
-        self._file = path.open("x", newline="", encoding="utf-8")
-        csv.writer(self._file).writerow(self.columns)
-        self._file.flush()
+                self.columns = list(csv.DictReader(existing).fieldnames or FIRST_COLUMNS)
+        self._file = LineFile(path)
+        if not exists:
+            self._file.append([self._line(dict(zip(self.columns, self.columns, strict=True)))])
+
+    @property
+    def rows(self) -> int:
+        """Rows in the file, without those that wait."""
+        return self._file.lines - 1
 
     def write(self, row: Row) -> None:
-        """Append one row; columns it lacks stay empty."""
-        new_columns = [name for name in row if name not in self.columns]
-        if new_columns:
-            self._widen(new_columns)
-        csv.DictWriter(self._file, self.columns).writerow(row)
-        self.rows += 1
-        self._file.flush()
+        """Append one row; columns it lacks stay empty.
+
+        Raises:
+            OSError: If that is not possible now.
+        """
+        self._waiting.append(row)
+        self._write_waiting()
 
     def sync(self) -> None:
-        """Flush to disk what was written."""
-        os.fsync(self._file.fileno())
+        """Write what waits, and flush the file to disk.
+
+        Raises:
+            OSError: If that is not possible now.
+        """
+        self._write_waiting()
+        self._file.sync()
 
     def close(self, failed: bool) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file.
+
+        Raises:
+            OSError: If rows waited, and still cannot be written.
+        """
+        try:
+            self._write_waiting()
+        finally:
+            self._file.close()
+
+    def _write_waiting(self) -> None:
+        names = dict.fromkeys(name for row in self._waiting for name in row)
+        new_columns = [name for name in names if name not in self.columns]
+        if new_columns:
+            self._widen(new_columns)
+        self._file.append([self._line(row) for row in self._waiting])
+        self._waiting.clear()
+
+    def _line(self, row: Mapping[str, Any]) -> str:
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, self.columns).writerow(row)
+        return text.getvalue()
 
     def _widen(self, new_columns: Sequence[str]) -> None:
         columns = [*self.columns, *new_columns]
@@ -89,29 +118,35 @@ class MetricsCsv:
             writer.writerows(rows)
 
         _replace(self.path, write)
-        self._file.close()
+        narrow, self._file = self._file, LineFile(self.path)
+        narrow.close()
         self.columns = columns
-        self._file = self.path.open("a", newline="", encoding="utf-8")
 
 
 class CompletionsFile:
-    """Sample completions, one JSON object per line, flushed at once.
+    """Sample completions, one JSON object per line, written at once.
+
+    Those that cannot be written are kept and written with the next ones that can.
 
     Args:
         path: The file; lines are appended to one that exists.
     """
 
     def __init__(self, path: Path) -> None:
-        self.lines = 0
-        """Lines in the file."""
-        if path.exists():
-            with path.open("rb") as existing:
-                self.lines = sum(1 for _ in existing)
-        # A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape.
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._file = LineFile(path)
+        self._waiting: list[str] = []
+
+    @property
+    def lines(self) -> int:
+        """Lines in the file, without those that wait."""
+        return self._file.lines
 
     def write(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
-        """Append the samples."""
+        """Append the samples.
+
+        Raises:
+            OSError: If that is not possible now.
+        """
         for sample in samples:
             record = {
                 "iteration": iteration,
@@ -121,17 +156,32 @@ class CompletionsFile:
                 "answer": sample.answer,
                 "reward": sample.reward,
             }
-            self._file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-            self.lines += 1
-        self._file.flush()
+            self._waiting.append(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        self._write_waiting()
 
     def sync(self) -> None:
-        """Flush to disk what was written."""
-        os.fsync(self._file.fileno())
+        """Write what waits, and flush the file to disk.
+
+        Raises:
+            OSError: If that is not possible now.
+        """
+        self._write_waiting()
+        self._file.sync()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file.
+
+        Raises:
+            OSError: If samples waited, and still cannot be written.
+        """
+        try:
+            self._write_waiting()
+        finally:
+            self._file.close()
+
+    def _write_waiting(self) -> None:
+        self._file.append(self._waiting)
+        self._waiting.clear()
 
 
 def take_over_logs(source: Path, target: Path, state: dict[str, Any]) -> None:
@@ -145,18 +195,20 @@ def take_over_logs(source: Path, target: Path, state: dict[str, Any]) -> None:
         state: The checkpoint's state.
     """
     iteration = int(state["iteration"])
-    # Rows whose evaluation is still due are written once it has been made up for.
-    rows_until = iteration - (state["unevaluated_rows"] is not None)
-    takings: list[tuple[str, Callable[[Path, Path, int], int], int, str]] = [
-        (METRICS_FILE, _copy_rows, rows_until, "metrics_rows"),
-        (COMPLETIONS_FILE, _copy_samples, iteration, "samples"),
+    # Rows whose evaluation is still due are left out: they are written again, with it.
+    repeated = state["unevaluated_rows"]
+    rows_until = iteration - (repeated is not None)
+    rows = int(state["log"]["metrics_rows"]) - len(repeated or [])
+    takings: list[tuple[str, Callable[[Path, Path, int], int], int, int]] = [
+        (METRICS_FILE, _copy_rows, rows_until, rows),
+        (COMPLETIONS_FILE, _copy_samples, iteration, int(state["log"]["samples"])),
     ]
     for name, copy, until, noted in takings:
         if not (source / name).exists():
             logger.warning("%s is missing: %s starts afresh", source / name, target / name)
             continue
         kept = copy(source / name, target / name, until)
-        missing = int(state["log"][noted]) - kept
+        missing = noted - kept
         if missing > 0:
             logger.warning(
                 "%s lacks %d lines up to iteration %d that were there when the checkpoint was "

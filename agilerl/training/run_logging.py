@@ -34,8 +34,8 @@ class Sink(Protocol):
 class RunLog:
     """Everything one run writes into ``directory`` while it goes, opened together.
 
-    A full disk costs rows, not the run: what cannot be written is said once and tried again with
-    the next row.
+    A full disk does not end the run: what cannot be written is said once, waits, and is tried again
+    with the next row.
 
     Args:
         directory: The run's folder, without files of another run.
@@ -59,7 +59,7 @@ class RunLog:
         self._completions = CompletionsFile(directory / COMPLETIONS_FILE)
         self._sinks: list[Sink] = [self._metrics]
         self._wandb: WandbSink | None = None
-        self._failing = False
+        self._failing: set[object] = set()
         if options.tensorboard:
             parent = options.tensorboard_log_dir
             log_dir = directory / "tensorboard" if parent is None else Path(parent) / name
@@ -121,20 +121,23 @@ class RunLog:
         self._try(self._completions.close)
         for sink in self._sinks:
             self._try(sink.close, failed)
+        if self._failing:
+            logger.error("The run has ended, and metrics or samples that waited for room are lost")
 
     def _try(self, write: Callable[..., None], *arguments: Any) -> None:
+        place = getattr(write, "__self__", write)
         try:
             write(*arguments)
         except OSError as error:
-            if not self._failing:
+            if place not in self._failing:
                 logger.error(
-                    "Metrics or samples cannot be written: %r. Training goes on, and so do they "
-                    "once there is room",
+                    "Metrics or samples cannot be written: %r. Training goes on, and they are "
+                    "written once there is room",
                     error,
                 )
-            self._failing = True
+            self._failing.add(place)
         else:
-            self._failing = False
+            self._failing.discard(place)
 
 
 class NoLog(RunLog):

@@ -7,13 +7,16 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from resume_helpers import After, make_agents, rows_of, run_reasoning
+from resume_helpers import After, make_agents, rows_of, run_reasoning, state_of
 
-from agilerl.training.log_files import take_over_logs
+from agilerl.training.log_files import CompletionsFile, MetricsCsv, take_over_logs
+from agilerl.training.protocols import Sample
 from agilerl.training.trackers import TensorBoardSink
 
 HERE = Path(__file__).parent
@@ -45,10 +48,24 @@ def test_rows_and_samples_after_the_checkpoint_and_torn_lines_are_left_out(
     assert (target / "metrics.csv").read_text() == "iteration,agent,x\n0,0,1.5\n1,0,\n2,0,3\n"
     assert (target / "completions.jsonl").read_text(encoding="utf-8") == "".join(samples[:2])
     assert not caplog.records
-    # Rows whose evaluation is due will be written again.
-    take_over_logs(source, target, {**STATE, "unevaluated_rows": []})
+    # Rows whose evaluation is due will be written again: they are not missed, others are.
+    due = {**STATE, "unevaluated_rows": [{"iteration": 2}]}
+    take_over_logs(source, target, due)
     assert (target / "metrics.csv").read_text() == "iteration,agent,x\n0,0,1.5\n1,0,\n"
+    assert not caplog.records
+    take_over_logs(source, target, {**due, "log": {"metrics_rows": 4, "samples": 2}})
     assert "metrics.csv lacks 1 lines up to iteration 1" in caplog.text
+
+
+def test_a_run_that_was_stopped_before_an_evaluation_misses_no_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run"
+    run_reasoning(path, hook=After(4), save_elite=None, elite_path=None)  # two agents: iteration 2
+    assert len(state_of(path / "iteration_00000002")["unevaluated_rows"]) == 2
+    run_reasoning(path, resume_from=path, max_steps=4, save_elite=None, elite_path=None)
+    assert "lacks" not in caplog.text
+    assert [row["iteration"] for row in rows_of(path)] == ["0", "0", "1", "1", "2", "2"]
 
 
 def test_logs_that_are_gone_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -74,6 +91,51 @@ def test_tensorboard_goes_on_with_the_same_steps(tmp_path: Path) -> None:
     assert [step for step, _ in scores] == [1, 2, 3, 4]
 
 
+@contextmanager
+def no_room(file: Path, left: int) -> Iterator[None]:
+    """This process cannot make any file larger than ``file`` and ``left`` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + left, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_all_rows_wait_for_room_and_only_written_ones_count(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    metrics = MetricsCsv(path)
+    metrics.write({"iteration": 0, "agent": 0})
+    with no_room(path, left=3):
+        for i in range(1, 400):  # more than a buffer of Python's
+            row: dict[str, float] = {"iteration": i, "agent": 0, "wall_seconds": 1 / 3}
+            with pytest.raises(OSError, match="too large"):
+                metrics.write(row | ({"new": i} if i == 200 else {}))
+        assert metrics.rows == len(rows_of(tmp_path)) == 1
+    metrics.write({"iteration": 400, "agent": 0})
+    assert metrics.rows == 401
+    metrics.close(failed=False)
+    rows = rows_of(tmp_path)
+    assert [row["iteration"] for row in rows] == [str(i) for i in range(401)]
+    assert [i for i, row in enumerate(rows) if row["new"]] == [200]
+
+
+def test_all_samples_wait_for_room_and_only_written_ones_count(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    completions = CompletionsFile(path)
+    completions.write(0, 0, [Sample("q", "x" * 1000, "a", 0.0)])
+    with no_room(path, left=1500):  # for one, and a part of the next
+        completions.write(1, 0, [Sample("q", "x" * 1000, "a", 0.0)])
+        for i in range(2, 30):
+            with pytest.raises(OSError, match="too large"):
+                completions.write(i, 0, [Sample("q", "x" * 1000, "a", 0.0)])
+        assert completions.lines == len(path.read_text().splitlines()) == 2
+    completions.close()
+    assert completions.lines == 30
+    found = [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+    assert found == list(range(30))
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_tensorboard_goes_on_once_there_is_room_again(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -81,15 +143,11 @@ def test_tensorboard_goes_on_once_there_is_room_again(tmp_path: Path) -> None:
     row = {"iteration": 1.0, "agent": 0.0, **{f"m{i}": float(i) for i in range(25)}}
     sink = TensorBoardSink(tmp_path)
     sink.write(row)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     (file,) = tmp_path.iterdir()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, before[1]))
-    try:
+    with no_room(file, left=100):
         for iteration in (2, 3):
             with pytest.raises(OSError, match="too large"):
                 sink.write(row | {"iteration": iteration})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     sink.write(row | {"iteration": 4})
     sink.close(failed=False)
     events = EventAccumulator(str(tmp_path)).Reload()

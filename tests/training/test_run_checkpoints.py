@@ -323,7 +323,23 @@ def test_rows_that_could_not_be_written_are_written_later(tmp_path: Path, caplog
     assert [json.loads(line)["iteration"] for line in lines] == [
         i for i in range(1, 9) for _ in "ab"
     ]
-    assert caplog.text.count("cannot be written") >= 1
+    assert caplog.text.count("cannot be written") == 2  # once for rows, once for samples
+    assert "are lost" not in caplog.text
+
+
+def test_rows_that_found_no_room_to_the_end_are_said_to_be_lost(
+    tmp_path: Path, caplog: Any
+) -> None:
+    disk = FullDisk(first=2, last=99, size=600)
+    agent = FakeAgent(on_learn=lambda agent: disk())
+    try:
+        finetune_llm_reasoning(
+            [agent], FakeGym(rows=99), max_steps=16, checkpoint_path=tmp_path, verbose=False
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, disk.before)
+    assert len(agent.learned) == 8
+    assert caplog.text.count("are lost") == 1
 
 
 def test_a_stop_that_cannot_save_says_what_there_is(tmp_path: Path) -> None:
