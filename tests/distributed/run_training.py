@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,12 @@ def go_on(folder: Path, runs: list[str]) -> None:
             agent = RUNS[name](run, accelerator, hook=interruptions.get(interruption, nothing))
         except SystemExit as stop:
             (folder / f"exited_{RANK}").write_text(str(stop.code))
+            raise
+        except Exception:
+            # Of two that it finds dead at one look torchrun names the lower rank as the cause: this
+            # one, if the launcher has had no time to see that the other died.
+            if interruption == "die":
+                time.sleep(5)
             raise
         write_result(run, agent)
         agent.clean_up()

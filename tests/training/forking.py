@@ -14,7 +14,7 @@ import torch
 
 from agilerl.llm.engine.ranks import ProcessRanks, Ranks
 
-TIME_LIMIT = 60
+TIME_LIMIT = 300
 
 
 def start(action: Callable[[], object]) -> int:

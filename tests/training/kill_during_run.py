@@ -15,12 +15,18 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from resume_helpers import differences, everything, make_agents, reseed, run_reasoning, seed_all
 
-from agilerl.training.run_checkpoint import complete_checkpoints, read_checkpoint
+from agilerl.training.run_checkpoint import (
+    PARTIAL,
+    complete_checkpoints,
+    iteration_of,
+    read_checkpoint,
+)
 
 KILLS = 20
 MAX_STEPS = 60  # 36 iterations
@@ -79,19 +85,37 @@ def check(path: Path) -> int:
     return max(last_row(path) - newest, 0)
 
 
-def unfinished_saves(path: Path) -> set[tuple[str, int]]:
-    """Names and numbers of the folders that are being written, or were left behind."""
-    found = set()
-    for folder in path.glob("*.partial"):
+@contextlib.contextmanager
+def leftovers(path: Path) -> Iterator[set[int]]:
+    """Numbers of the folders that killed saves left behind.
+
+    They are held open: the number of one that is removed meanwhile is not given to another.
+    """
+    with contextlib.ExitStack() as stack:
+        found = set()
+        for folder in path.glob(f"iteration_*{PARTIAL}"):
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            found.add(os.fstat(descriptor).st_ino)
+        yield found
+
+
+def in_a_save(path: Path, before: set[int]) -> bool:
+    """Whether there is a folder of a save that is not complete, but for those of ``before``."""
+    newest = max((iteration_of(each) or 0 for each in complete_checkpoints(path)), default=0)
+    for folder in path.glob(f"iteration_*{PARTIAL}"):
+        # Earlier ones were complete and are being removed.
+        later = (iteration_of(folder.with_suffix("")) or 0) > newest
         with contextlib.suppress(FileNotFoundError):  # it was renamed just now
-            found.add((folder.name, folder.stat().st_ino))
-    return found
+            if later and folder.stat().st_ino not in before:
+                return True
+    return False
 
 
-def wait_for_a_save(path: Path, before: set[tuple[str, int]]) -> None:
-    """Until a save has begun, or for five seconds: the run may be over."""
-    end = time.monotonic() + 5
-    while not unfinished_saves(path) - before and time.monotonic() < end:
+def wait_for_a_save(path: Path, before: set[int], child: int) -> None:
+    """Until a save has begun, or the run is over."""
+    over = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while not in_a_save(path, before) and os.waitid(os.P_PID, child, over) is None:
         time.sleep(0.0005)
 
 
@@ -107,20 +131,21 @@ def main(folder: Path) -> None:
     killed = in_save = lost = finished = 0
     path = folder / "run_0"
     while killed < KILLS:
-        before = unfinished_saves(path)
-        child = start(path, agents)
-        time.sleep(instants.uniform(0.0, longest))
-        if killed % 4 == 3:
-            wait_for_a_save(path, before)
-        os.kill(child, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with leftovers(path) as before:
+            child = start(path, agents)
+            time.sleep(instants.uniform(0.0, longest))
+            if killed % 4 == 3:
+                wait_for_a_save(path, before, child)
+            os.kill(child, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            hit = in_a_save(path, before)
         if code == 0:  # it was done before: a fast machine; go on with another run
             finished += 1
             path = folder / f"run_{finished}"
             continue
         assert code == -signal.SIGKILL, "the run failed by itself"
         killed += 1
-        in_save += bool(unfinished_saves(path) - before)
+        in_save += hit
         lost = max(lost, check(path))
     finish(start(path, agents))
     for number in range(finished + 1):

@@ -55,7 +55,7 @@ def run_that_loses_its_output(path: Path, broken: Callable[[], int]) -> None:
 
     other = threading.Thread(target=take_turns, daemon=True)
     other.start()
-    other.join(timeout=5)
+    other.join(timeout=60)
     assert not other.is_alive()  # or the bars of other threads would wait for ever
 
 

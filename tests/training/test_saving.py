@@ -7,8 +7,8 @@ import json
 import os
 import resource
 import signal
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.training import loop
 from agilerl.training.collectors import ReasoningCollector
 from agilerl.training.options import LoopOptions
 from agilerl.training.plain_json import check_plain
@@ -86,9 +87,18 @@ def test_a_stop_removes_old_checkpoints_too() -> None:
     assert checkpoints_in(Path("c")) == [best, "iteration_00000003"]
 
 
-def test_when_time_is_up_the_last_iteration_is_evaluated(tmp_path: Path) -> None:
+def test_when_time_is_up_the_last_iteration_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Time that runs out while a checkpoint is written is up for the next iteration."""
-    agent = FakeAgent(on_save=lambda agent: time.sleep(0.6))
+    # Only saving takes time, so that no slow machine can use it up before.
+    now = [0.0]
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def slowly(agent: FakeAgent) -> None:
+        now[0] += 0.6
+
+    agent = FakeAgent(on_save=slowly)
     options = LoopOptions(
         max_steps=90,
         max_wall_seconds=0.5,

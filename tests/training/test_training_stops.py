@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from training_fakes import FakeAgent, FakeGym
@@ -189,24 +191,40 @@ def test_an_ignored_signal_stays_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def start(code: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def started(code: str) -> Iterator[subprocess.Popen[str]]:
+    """A process, which does not outlive the context."""
+    with subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
-SLOW_RUN = """
-import time
+def wait_for(text: str, stream: IO[str] | None, process: subprocess.Popen[str]) -> None:
+    """Read a stream of a process up to the line with ``text``."""
+    assert stream is not None
+    for line in stream:
+        if text in line:
+            return
+    pytest.fail("\n".join([f"ended without saying {text!r}", *process.communicate()]))
+
+
+WAITING_RUN = """
+import pathlib, time
 from training_fakes import FakeAgent, FakeGym
 from agilerl.training.run_directory import RunDirectory
 from agilerl.training.train_llm import finetune_llm_reasoning
 def learn(agent):
     print("learning", len(agent.learned), flush=True)
-    time.sleep(0.2)
+    while len(agent.learned) == 1 and not pathlib.Path("go").exists():
+        time.sleep(0.02)
 (agent,) = finetune_llm_reasoning(
     [FakeAgent(on_learn=learn)], FakeGym(), max_steps=10**6, checkpoint_path="c"
 )
@@ -215,12 +233,12 @@ print("returned", len(agent.learned), agent.steps[-1] > 0, flush=True)
 
 
 def test_sigterm_to_a_real_process(tmp_path: Path) -> None:
-    process = start(SLOW_RUN)
-    assert process.stdout is not None
-    while "learning 1" not in process.stdout.readline():
-        pass
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    with started(WAITING_RUN) as process:
+        wait_for("learning 1", process.stdout, process)
+        process.send_signal(signal.SIGTERM)
+        wait_for("SIGTERM: finishing this iteration", process.stderr, process)
+        (tmp_path / "go").touch()
+        out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "Stopped by SIGTERM after iteration 2. Saved to c/iteration_00000002" in out
     assert "returned" not in out  # a script with another stage would go on with that
@@ -230,17 +248,16 @@ def test_sigterm_to_a_real_process(tmp_path: Path) -> None:
 
 
 def test_a_living_run_keeps_its_directory_and_a_killed_one_gives_it_up(tmp_path: Path) -> None:
-    process = start(SLOW_RUN)
-    assert process.stdout is not None
-    while "learning 1" not in process.stdout.readline():
-        pass
-    before = sorted(entry.name for entry in (tmp_path / "c").iterdir())
-    with pytest.raises(RuntimeError, match=r"checkpoint_path='c' .*choose another checkpoint_path"):
-        train([FakeAgent()], max_steps=2, checkpoint_path="c")
-    assert sorted(entry.name for entry in (tmp_path / "c").iterdir()) == before
-    train([FakeAgent()], max_steps=2, checkpoint_path="other")
-    process.kill()
-    process.communicate()
+    refused = pytest.raises(
+        RuntimeError, match=r"checkpoint_path='c' .*choose another checkpoint_path"
+    )
+    with started(WAITING_RUN) as process:
+        wait_for("learning 1", process.stdout, process)
+        before = sorted(entry.name for entry in (tmp_path / "c").iterdir())
+        with refused:
+            train([FakeAgent()], max_steps=2, checkpoint_path="c")
+        assert sorted(entry.name for entry in (tmp_path / "c").iterdir()) == before
+        train([FakeAgent()], max_steps=2, checkpoint_path="other")
     train([FakeAgent()], max_steps=2, checkpoint_path="c")
     assert children(tmp_path / "c") == ["earlier_run_1"]
 
@@ -284,12 +301,8 @@ finetune_llm_reasoning(
     verbose=False,
 )
 """
-    process = start(code)
-    assert process.stdout is not None
-    while "saving 2" not in process.stdout.readline():
-        pass
-    process.kill()
-    process.communicate()
+    with started(code) as process:
+        wait_for("saving 2", process.stdout, process)
     assert children(tmp_path / "c") == ["iteration_00000001", "iteration_00000002.partial"]
     assert (tmp_path / "c/iteration_00000001/agent_0/agent.json").is_file()
 
