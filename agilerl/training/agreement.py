@@ -1,4 +1,4 @@
-"""What the processes of a run must have in common before it starts: options, and storage."""
+"""What the processes of a run must have in common before it starts: options, data, and storage."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agilerl.llm.engine.ranks import Ranks
+from agilerl.training.collectors import MultiTurnCollector
 from agilerl.training.options import LoopOptions
-from agilerl.training.protocols import Agent
+from agilerl.training.protocols import Agent, Collector
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ STEERING = (
     "elite_path",
 )
 """Options that say what processes do together; what is shown and logged is rank 0's affair."""
+PLACE = ("rows", "seed", "epoch", "offset")
+"""What ``position`` of a collector's state may hold that is the same in every process."""
 PATIENCE = 5.0
 """Seconds after which a file that another process wrote is taken not to come."""
 
@@ -43,16 +46,59 @@ def check_agreement(agents: Sequence[Agent], options: LoopOptions, ranks: Ranks)
     for name in STEERING:
         value = getattr(options, name)
         own[name] = str(value) if isinstance(value, Path) else value
-    of_ranks = ranks.gather(own)
+    _check_same(
+        ranks.gather(own),
+        "Where a script looks at the disk to decide (complete_checkpoints), use storage that all "
+        "processes see, or let process 0 decide and tell the others with "
+        "torch.distributed.broadcast_object_list.",
+    )
+
+
+def check_data(agents: Sequence[Agent], collectors: Sequence[Collector], ranks: Ranks) -> None:
+    """Check that all processes have the same data in the same order, of which each takes a part.
+
+    Raises:
+        ValueError: On all of them, naming the first difference.
+    """
+    own = {
+        f"{name} of the environment of agent {agent.index}": value
+        for agent, collector in zip(agents, collectors, strict=True)
+        for name, value in _data_facts(collector).items()
+    }
+    _check_same(
+        ranks.gather(own),
+        "Every process takes its part of the same rows in the same order: others would be trained "
+        "on twice or not at all. Build the environment alike on all, and shuffle with a seed: "
+        "dataset.shuffle(seed=42).",
+    )
+
+
+def _data_facts(collector: Collector) -> dict[str, Any]:
+    """Options and data of an environment, under the names that a user gave them."""
+    facts: dict[str, Any] = {}
+    if isinstance(collector, MultiTurnCollector):
+        order = collector.order
+        facts["groups_per_iteration"] = order.batch_size * order.num_processes
+        facts["train_seeds"], facts["seed"] = order.rows, order.seed
+    for name in ("max_turns", "evaluation_episodes", "data_batch_size_per_gpu"):
+        facts[name] = getattr(getattr(collector, "env", None), name, None)
+    state = dict(collector.state_dict())
+    position = state.pop("position", None)
+    if isinstance(position, Mapping):
+        facts |= {name: position[name] for name in PLACE if name in position}
+    # It stands for the data of an environment without fingerprint(), which may hold its part only.
+    state.pop("prompt_lengths", None)
+    return facts | state
+
+
+def _check_same(of_ranks: Sequence[dict[str, Any]], remedy: str) -> None:
     for rank, theirs in enumerate(of_ranks):
-        for name, value in theirs.items():
-            first = of_ranks[0][name]
+        for name in of_ranks[0] | theirs:
+            first, value = of_ranks[0].get(name), theirs.get(name)
             if value != first:
                 raise ValueError(
                     f"{name} is {first!r} on process 0 but {value!r} on process {rank}, and all "
-                    "have to be given the same. Where a script looks at the disk to decide "
-                    "(complete_checkpoints), use storage that all processes see, or let process 0 "
-                    "decide and tell the others with torch.distributed.broadcast_object_list."
+                    f"have to be given the same. {remedy}"
                 )
 
 

@@ -16,7 +16,7 @@ import torch
 
 import agilerl
 from agilerl.llm.engine.ranks import Ranks
-from agilerl.training.agreement import check_agreement, check_storage
+from agilerl.training.agreement import check_agreement, check_data, check_storage
 from agilerl.training.elite import Elite, check_elite_outside
 from agilerl.training.log_files import take_over_logs
 from agilerl.training.loop import TrainingLoop
@@ -56,6 +56,7 @@ def run_training(
     ranks = Ranks() if ranks is None else ranks
     check_agreement(agents, options, ranks)
     ranks.together(lambda: _check_states(collectors))
+    check_data(agents, collectors, ranks)
     resume_from, resume = options.resume_from, None
     found = None if resume_from is None else ranks.first(lambda: find_checkpoint(resume_from))
     check_storage(agents, options, ranks)
@@ -119,10 +120,14 @@ def _opened_log(
         source, saved = checkpoint.path.parent, checkpoint.state
         ranks.first(lambda: take_over_logs(source, directory.path, saved))
     directory.write_config(config)
-    if ranks.rank > 0:
-        return NoLog()
     state = None if checkpoint is None else checkpoint.state
-    return RunLog(directory.path, directory.name, options, config, total, state)
+
+    def opened() -> RunLog:
+        if ranks.rank > 0:
+            return NoLog()
+        return RunLog(directory.path, directory.name, options, config, total, state)
+
+    return ranks.together(opened)
 
 
 def _say_where(

@@ -16,14 +16,20 @@ from typing import Any
 
 import pytest
 from forking import on_two_ranks
+from resume_helpers import dataset
 from training_fakes import FakeAgent, FakeGym
 
 from agilerl.llm.engine.ranks import Ranks
 from agilerl.llm.update import NonFiniteUpdateError
+from agilerl.llm_envs import ReasoningGym
+from agilerl.llm_envs.base import TrainingOrder
+from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
+from agilerl.testing import byte_tokenizer
 from agilerl.training import agreement
-from agilerl.training.collectors import ReasoningCollector
+from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
 from agilerl.training.elite import Elite
 from agilerl.training.options import LoopOptions
+from agilerl.training.protocols import Collector
 from agilerl.training.run import run_training
 
 Learn = Callable[[FakeAgent], None]
@@ -85,6 +91,111 @@ def test_populations_that_differ_are_refused_on_all(tmp_path: Path) -> None:
     )
     said = refused(results, ValueError)
     assert "pop is ['GSPO 0'] on process 0 but ['GSPO 0', 'GSPO 1'] on process 1" in said
+
+
+def refused_data(folder: Path, make: Callable[[Ranks], Collector]) -> str:
+    """What both processes say of the environments that ``make`` gives them."""
+
+    def action(ranks: Ranks) -> None:
+        options = LoopOptions(max_steps=4, verbose=False, checkpoint_path=folder / "run")
+        run_training([FakeAgent(3)], [make(ranks)], options, "d", None, ranks)
+
+    said = refused(on_two_ranks(folder / "ranks", action), ValueError)
+    assert not (folder / "run").exists()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"shuffled": 2}, "questions_and_answers of the environment of agent 3 is '"),
+        ({"rows": 7}, "rows of the environment of agent 3 is 6 on process 0 but 7 on process 1"),
+        ({"seed": 1}, "seed of the environment of agent 3 is 0 on process 0 but 1 on process 1"),
+        ({"batch": 3}, "data_batch_size_per_gpu of the environment of agent 3 is 2 on process 0"),
+    ],
+)
+def test_rows_that_differ_are_refused_on_all(
+    other: dict[str, int], says: str, tmp_path: Path
+) -> None:
+    def make(ranks: Ranks) -> Collector:
+        same = {"rows": 6, "shuffled": 1, "seed": 0, "batch": 2}
+        given = same | (other if ranks.rank else {})
+        env = ReasoningGym(
+            dataset("q", given["rows"]).shuffle(seed=given["shuffled"]),
+            dataset("t", 2),
+            byte_tokenizer(),
+            lambda completion, answer, question: 0.0,
+            [{"role": "user", "content": "{question}"}],
+            data_batch_size_per_gpu=given["batch"],
+            accelerator=SimpleNamespace(process_index=ranks.rank, num_processes=2),
+            seed=given["seed"],
+        )
+        return ReasoningCollector(env)
+
+    said = refused_data(tmp_path, make)
+    assert says in said
+    assert "dataset.shuffle(seed=42)" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["groups_per_iteration", "train_seeds", "seed", "max_turns", "evaluation_episodes"]
+)
+def test_multi_turn_environments_that_differ_are_refused_on_all(name: str, tmp_path: Path) -> None:
+    same = {"groups_per_iteration": 4, "train_seeds": 9, "seed": 0}
+    same |= {"max_turns": 3, "evaluation_episodes": 5}
+
+    def make(ranks: Ranks) -> Collector:
+        given = same | {name: same[name] + 2 * ranks.rank}
+        groups = given["groups_per_iteration"] // 2
+        env = SyncMultiTurnVecEnv(
+            dict,  # nothing is played
+            batch_size=groups,
+            max_turns=given["max_turns"],
+            evaluation_episodes=given["evaluation_episodes"],
+        )
+        order = TrainingOrder(given["train_seeds"], groups, given["seed"], ranks.rank, 2)
+        return MultiTurnCollector(env, order)
+
+    said = refused_data(tmp_path, make)
+    values = f"{same[name]} on process 0 but {same[name] + 2} on process 1"
+    assert f"{name} of the environment of agent 3 is {values}" in said
+
+
+def test_environments_that_divide_their_data_themselves_are_let_be(tmp_path: Path) -> None:
+    """Without ``fingerprint()`` a process may hold its part only, and its position in that."""
+
+    class Part(FakeGym):
+        def __init__(self, rank: int) -> None:
+            super().__init__(rows=90 + rank)
+            self.rank = rank
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "rank": self.rank}
+
+    def action(ranks: Ranks) -> int:
+        options = LoopOptions(max_steps=4, verbose=False, checkpoint_path=tmp_path / "run")
+        agent, collector = AgentOfRank(), ReasoningCollector(Part(ranks.rank))
+        run_training([agent], [collector], options, "d", None, ranks)
+        return len(agent.learned)
+
+    assert on_two_ranks(tmp_path, action) == [1, 1]
+
+
+def test_logs_that_cannot_be_opened_end_all_processes(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    events.write_text("a file where the folder of the events should be")
+    results = on_two_ranks(
+        tmp_path / "ranks",
+        lambda ranks: train(
+            ranks,
+            checkpoint_path=tmp_path / "run",
+            tensorboard=True,
+            tensorboard_log_dir=events / "of_today",
+        ),
+    )
+    assert [kind for kind, *_ in results] == [results[0][0]] * 2
+    assert issubclass(results[0][0], OSError)
+    assert str(events) in results[1][1]
 
 
 def in_a_folder_of_its_own(folder: Path, action: Callable[[Ranks], Any]) -> Callable[[Ranks], Any]:
