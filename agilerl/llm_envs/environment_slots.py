@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -61,8 +61,13 @@ class EnvironmentSlots:
         assert env is not None
         return env
 
-    def fill(self, count: int) -> dict[int, CallOutcome]:
-        """Make what is missing at the first ``count`` places.
+    def filled(self) -> list[int]:
+        """Places with an environment that can be used."""
+        envs = enumerate(self._envs)
+        return [place for place, env in envs if env is not None and place not in self._hung]
+
+    def fill(self, places: Sequence[int]) -> dict[int, CallOutcome]:
+        """Make what is missing at ``places``.
 
         Returns:
             The places where making one failed, with what happened. Once these are more than half
@@ -73,15 +78,15 @@ class EnvironmentSlots:
             ValueError: It returned the same environment twice.
         """
         self.drop(set(self._hung))  # Of a step that was interrupted.
-        self._envs += [None] * (count - len(self._envs))
-        empty = [place for place in range(count) if self._envs[place] is None]
+        self._envs += [None] * (max(places, default=-1) + 1 - len(self._envs))
+        empty = [place for place in places if self._envs[place] is None]
         made: dict[int, CallOutcome] = {}
         failed: dict[int, CallOutcome] = {}
         try:
             with closing(self._calls.as_completed([self._make] * len(empty))) as outcomes:
                 for outcome in outcomes:
                     (made if outcome.error is None else failed)[empty[outcome.index]] = outcome
-                    if 2 * len(failed) > count:
+                    if 2 * len(failed) > len(places):
                         break
             for place, outcome in made.items():
                 self._envs[place] = self._checked(outcome.value)

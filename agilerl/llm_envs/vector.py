@@ -199,6 +199,8 @@ class SyncMultiTurnVecEnv:
     def evaluate(self, act: Callable[[list[ReasoningPrompts]], ActionResult]) -> Episodes:
         """Play ``evaluation_episodes`` episodes, always the same seeds, once each.
 
+        At most ``batch_size`` × ``group_size`` are played at a time.
+
         Args:
             act: As for :meth:`play`. A training batch under way is dropped.
         """
@@ -212,6 +214,14 @@ class SyncMultiTurnVecEnv:
         self._batch = None
         return self._stack(batches)
 
+    def made(self) -> list[int]:
+        """Places in a batch that have an environment, for :meth:`make`."""
+        return self._slots.filled()
+
+    def make(self, places: Sequence[int]) -> None:
+        """Make the environments at these places now. One that cannot be is made when needed."""
+        self._slots.fill(places)
+
     def close(self) -> None:
         """Close all environments, within seconds; a later ``reset`` makes new ones."""
         self._batch = None
@@ -221,7 +231,7 @@ class SyncMultiTurnVecEnv:
         self._batch = None
         batch = EpisodeBatch([Episode(seed) for seed in seeds])
         with batch.in_environments():
-            missing = self._slots.fill(len(seeds))
+            missing = self._slots.fill(range(len(seeds)))
             for place, outcome in missing.items():
                 self._settle(batch, place, outcome, Episode.start)
             if not batch.lost:

@@ -142,15 +142,23 @@ class MultiTurnCollector:
 
     def evaluate(self, agent: Agent) -> np.ndarray:
         """Returns of the agent on the evaluation seeds."""
+        # As many at a time whoever played last, and whatever was left of the pass.
+        self.env.batch_size, self.env.group_size = self.order.batch_size, agent.group_size
         return agent.test(self.env)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position among the training seeds."""
-        return {"position": self.order.state_dict()}
+        """The position among the training seeds, and which environments are made already."""
+        return {"position": {**self.order.state_dict(), "environments": self.env.made()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position."""
-        self.order.load_state_dict(state["position"])
+        """Go to a saved position.
+
+        Making an environment may draw from the random streams, so those that were made are made
+        now, before the streams are restored.
+        """
+        position = dict(state["position"])
+        self.env.make(position.pop("environments", ()))
+        self.order.load_state_dict(position)
 
 
 def _told_apart(env: SingleTurnEnv) -> dict[str, str]:

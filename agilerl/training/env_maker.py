@@ -1,4 +1,4 @@
-"""The multi-turn environments of a run, some of them made before it begins."""
+"""The multi-turn environments of a run, the first made before it begins."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from agilerl.typing import MultiTurnEnv
 
 
 class EnvMaker:
-    """Makes environments that fit the agents; those made at once are handed out first.
+    """Makes environments that fit the agents.
 
-    One is made at once, so that what is wrong with it shows before anything is written. For a run
-    that goes on all are: making them may draw from random streams, which are restored afterwards.
+    One is made at once, so that what is wrong with it shows before anything is written; it is
+    handed out first.
 
     Args:
         env_factory: Makes an environment.
         env_config: Its keyword arguments.
         agents: Who will play in them.
-        at_once: How many to make now.
 
     Raises:
         TypeError: If ``env_factory`` or ``env_config`` is of the wrong kind.
@@ -32,12 +31,11 @@ class EnvMaker:
         env_factory: Callable[..., MultiTurnEnv],
         env_config: Mapping[str, Any] | None,
         agents: Sequence[Agent],
-        at_once: int = 1,
     ) -> None:
         arguments.check_env_factory(env_factory, env_config)
         self._factory, self._agents = env_factory, agents
-        self._waiting = [self._make(**(env_config or {})) for _ in range(at_once)]
-        first = self._waiting[0]
+        first = self._make(**(env_config or {}))
+        self._waiting = [first]
         self.name = type(getattr(first, "env", first)).__name__
         """Class of the environment inside the wrapper, for the run's name."""
 

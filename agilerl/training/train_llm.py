@@ -240,8 +240,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     arguments.check_count("groups_per_iteration", groups_per_iteration)
     arguments.check_count("train_seeds", train_seeds)
     groups = arguments.share_of("groups_per_iteration", groups_per_iteration, ranks)
-    at_once = groups * max(agent.group_size for agent in pop) if resume_from else 1
-    make_env = EnvMaker(env_factory, env_config, pop, at_once)
+    make_env = EnvMaker(env_factory, env_config, pop)
     env = SyncMultiTurnVecEnv(
         make_env,
         batch_size=groups,

@@ -385,6 +385,28 @@ def test_sizes_may_change_between_batches_and_environments_are_kept() -> None:
     assert len(env.play(act, [0]).turns) == 2
 
 
+def test_environments_can_be_made_beforehand() -> None:
+    made: list[Game] = []
+
+    def factory() -> Game:
+        if len(made) == 2:
+            made.append(Game())
+            raise OSError("no more")
+        made.append(Game())
+        return made[-1]
+
+    env = vec_env(factory, batch_size=3)
+    assert env.made() == []
+    env.make([0, 2])
+    assert (env.made(), len(made)) == ([0, 2], 2)
+    env.make([0, 1, 2])  # one of them fails
+    assert (env.made(), len(made)) == ([0, 2], 3)
+    assert env.play(act, [1, 2, 3]).turns.tolist() == [2, 3, 1]
+    assert (env.made(), len(made)) == ([0, 1, 2], 4)
+    env.close()
+    assert env.made() == []
+
+
 def test_evaluation_plays_its_seeds_once_each() -> None:
     sizes: list[int] = []
     seeds: list[int] = []
