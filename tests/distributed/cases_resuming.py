@@ -1,4 +1,4 @@
-"""What two ranks run of runs that go on with another number of processes."""
+"""What two ranks run of runs that go on, with another number of processes too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from agents_and_batches import COSINE, make_agent, weights
 from cases_checkpoints import setting_of
+from cases_learn import mine
 from training_runs import reasoning, seed_all, write_result
+
+from agilerl.algorithms import GRPO
+from agilerl.algorithms.core.exact_restore import read_saved_agent
 
 
 def another_number_of_ranks(accelerator: Any) -> dict[str, Any]:
@@ -31,6 +36,39 @@ def another_number_of_ranks(accelerator: Any) -> dict[str, Any]:
     return {}
 
 
+def set_back(accelerator: Any) -> dict[str, Any]:
+    """A rate set on the optimizer, in copies and in an agent set back to a checkpoint.
+
+    And what that agent says to a checkpoint whose batches do not divide.
+    """
+    path = Path(sys.argv[1]) / f"set-back-{setting_of(accelerator)}"
+    agent = make_agent(accelerator, cosine_lr_schedule_config=COSINE)
+    other = make_agent(accelerator, cosine_lr_schedule_config=COSINE, lr=0.5)
+    mine(accelerator).learned_by(agent)
+    GRPO.update_lr(agent.optimizer, 5e-3)
+    agent.save_checkpoint(path)
+    twin, unwrapped = agent.clone(), agent.clone(wrap=False)
+    unwrapped.wrap_models()
+    read_saved_agent(other, path).restore()
+    mine(accelerator).learned_by(agent)
+    found = {}
+    for name, each in {"clone": twin, "wrapped again": unwrapped, "set back": other}.items():
+        mine(accelerator).learned_by(each)
+        rates = [each.optimizer.param_groups[0][rate] for rate in ("lr", "initial_lr")]
+        found[name] = (torch.equal(weights(each), weights(agent)), *rates)
+    agent.batch_size = 15
+    agent.save_checkpoint(path)
+    refusal = ""
+    try:
+        read_saved_agent(other, path)
+    except ValueError as error:
+        refusal = str(error)
+    for each in (agent, twin, unwrapped, other):
+        each.clean_up()
+    return {"found": found, "refusal": refusal}
+
+
 RESUME_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "another_number_of_ranks": another_number_of_ranks
+    "another_number_of_ranks": another_number_of_ranks,
+    "set_back": set_back,
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from case_settings import settings_of
+from case_settings import each_setting, settings_of
 from training_runs import reasoning, sums, write_result
 
 from agilerl.llm_envs.base import TrainingOrder
@@ -67,3 +67,13 @@ def test_two_processes_go_on_with_the_run_of_one(folder: Path, setting: str) -> 
         assert of_all(run.with_name(f"{run.name}_taken_over"), rank) == of_all(run)
     assert steps(run) == [0, 2, 4, 7, 11, 14]
     assert [asked(run, i) for i in (3, 4, 5)] == following((0, 4), batches=3, processes=2)
+
+
+@each_setting("set_back")
+def test_agents_are_set_back_exactly_and_batches_have_to_divide(ranks: list[Any]) -> None:
+    for rank in ranks:
+        for same_weights, rate, peak in rank["found"].values():
+            assert same_weights and peak == 5e-3
+            assert rate == pytest.approx(5e-3)  # the end of the warm-up
+        assert "cannot be gone on with here: its batch_size is 15" in rank["refusal"]
+        assert "over all 2 processes" in rank["refusal"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from agilerl.llm.config import CosineLRScheduleConfig
 from agilerl.llm.engine.all_reduce import AllReduceEngine
-from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.engine.local import LocalEngine, set_learning_rate
 from agilerl.llm.engine.ranks import Ranks, mean_and_std
 
 SCHEDULE = CosineLRScheduleConfig(num_epochs=10, warmup_proportion=0.2)
@@ -82,3 +82,64 @@ def test_the_live_learning_rate_is_kept_whatever_was_saved(
     for _ in range(position):
         other.advance_schedule()
     assert group["lr"] == pytest.approx(other.optimizer.param_groups[0]["lr"])
+
+
+def rates(engine: LocalEngine) -> tuple[float, float | None]:
+    (group,) = engine.optimizer.param_groups
+    return group["lr"], group.get("initial_lr")
+
+
+@pytest.mark.parametrize("schedule", [None, SCHEDULE])
+def test_restored_rates_go_on_as_those_of_the_state(
+    schedule: CosineLRScheduleConfig | None,
+) -> None:
+    """The optimizer's own rate, and which rate is still to be taken over."""
+    source = LocalEngine([nn.Parameter(torch.ones(2))], 0.1, schedule)
+    for _ in range(3):
+        source.advance_schedule()
+    set_learning_rate(source.optimizer, 0.03)
+    engine = LocalEngine([nn.Parameter(torch.ones(2))], 0.07, schedule)
+    engine.load_state_dict(source.state_dict())
+    engine.restore_rates(source.state_dict())
+    assert rates(engine) == rates(source)
+    for lr in (0.1, 0.1, 0.07):  # it is the rate in force already; then another
+        for each in (source, engine):
+            each.set_lr(lr)
+            each.advance_schedule()
+        assert rates(engine) == rates(source)
+    assert engine.lr == 0.07
+
+
+def test_rates_of_a_state_that_does_not_say_which_was_taken_over() -> None:
+    source = LocalEngine([nn.Parameter(torch.ones(2))], 0.1, SCHEDULE)
+    source.advance_schedule()
+    state = source.state_dict()
+    del state["lr"]
+    engine = LocalEngine([nn.Parameter(torch.ones(2))], 0.02, SCHEDULE)
+    engine.load_state_dict(state)
+    engine.restore_rates(state)
+    assert (rates(engine), engine.lr) == (rates(source), 0.1)
+
+
+@pytest.mark.parametrize(("live", "saved"), [(None, SCHEDULE), (SCHEDULE, None)])
+def test_rates_under_another_kind_of_schedule_are_not_restored(
+    live: CosineLRScheduleConfig | None, saved: CosineLRScheduleConfig | None
+) -> None:
+    engine = LocalEngine([nn.Parameter(torch.ones(2))], 0.02, live)
+    before = rates(engine)
+    state = LocalEngine([nn.Parameter(torch.ones(2))], 0.1, saved).state_dict()
+    engine.load_state_dict(state)
+    engine.restore_rates(state)
+    assert (rates(engine), engine.lr) == (before, 0.02)
+
+
+def test_a_rate_set_on_the_optimizer_is_the_peak_of_the_schedule_from_then_on() -> None:
+    engine = LocalEngine([nn.Parameter(torch.ones(2))], 0.1, SCHEDULE)
+    other = LocalEngine([nn.Parameter(torch.ones(2))], 0.03, SCHEDULE)
+    set_learning_rate(engine.optimizer, 0.03)
+    assert engine.optimizer.param_groups[0]["lr"] == 0.03
+    for _ in range(5):
+        for each in (engine, other):
+            each.set_lr(each.lr)
+            each.advance_schedule()
+        assert rates(engine) == rates(other)

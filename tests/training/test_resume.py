@@ -12,11 +12,13 @@ import pytest
 import torch
 from resume_helpers import (
     After,
+    Hook,
     checkpoints_in,
     differences,
     everything,
     make_agents,
     make_gym,
+    nothing,
     reseed,
     rows_of,
     run_multiturn,
@@ -25,6 +27,7 @@ from resume_helpers import (
     state_of,
 )
 
+from agilerl.algorithms import GRPO
 from agilerl.testing import tiny_model
 
 RUNS: dict[str, Callable[..., Any]] = {"reasoning": run_reasoning, "multiturn": run_multiturn}
@@ -238,3 +241,81 @@ def test_a_rate_changed_after_the_last_step_is_taken_up_by_the_next(tmp_path: Pa
         )
     )
     assert agent.lr_scheduler.get_last_lr() == other.lr_scheduler.get_last_lr()
+
+
+def test_an_evaluation_is_cut_the_same_whatever_was_trained_before_it(tmp_path: Path) -> None:
+    """Two groups, of three episodes and of two, and then one; the stop leaves the evaluation."""
+
+    def run(name: str, hook: Hook = nothing, **options: Any) -> dict[str, Any]:
+        pop = make_agents(2)
+        pop[1].group_size = pop[1].batch_size = 2
+        settings = {
+            "train_seeds": 3,
+            "groups_per_iteration": 2,
+            "evaluation_episodes": 6,
+            "max_steps": None,
+            "num_epochs": 2,
+        }
+        path = tmp_path / name
+        return everything(path, run_multiturn(path, pop=pop, hook=hook, **settings, **options))
+
+    seed_all()
+    whole = run("whole")
+    seed_all()
+    run("run", After(12 + 10 + 1))  # first turns: evaluation, iteration 1, iteration 2
+    assert state_of(tmp_path / "run" / "iteration_00000002")["unevaluated_rows"] is not None
+    reseed()
+    assert differences(run("run", resume_from=tmp_path / "run"), whole) == []
+
+
+def test_a_rate_set_on_the_optimizer_goes_on(tmp_path: Path) -> None:
+    def run(name: str, hook: Hook = nothing, **options: Any) -> dict[str, Any]:
+        pop = make_agents(1)
+
+        def update() -> None:
+            if not pop[0].scores:
+                GRPO.update_lr(pop[0].optimizer, 5e-3)
+            hook()
+
+        path = tmp_path / name
+        return everything(path, run_reasoning(path, pop=pop, hook=update, **options))
+
+    seed_all()
+    whole = run("whole")
+    seed_all()
+    run("run", After(3))
+    reseed()
+    resumed = run("run", resume_from=tmp_path / "run")
+    assert differences(resumed, whole) == []
+    assert resumed["0 groups"][0]["initial_lr"] == 5e-3
+
+
+def test_environments_are_made_for_the_checkpoints_group_size(
+    whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """Making them draws from the streams, so it has to be done before these are restored."""
+    seed_all()
+    run_multiturn(tmp_path, hook=hook_for("multiturn", 3))
+    reseed()
+    pop = run_multiturn(tmp_path, pop=make_agents(group_size=2), resume_from=tmp_path)
+    assert differences(everything(tmp_path, pop), whole["multiturn"][1]) == []
+
+
+def test_an_environment_that_failed_is_replaced_by_the_resumed_run(tmp_path: Path) -> None:
+    class FailsOnce(After):
+        """In iteration 1, at the last episode of the second agent."""
+
+        def __call__(self) -> None:
+            super().__call__()
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 10:
+                raise OSError("the game broke")
+
+    seed_all()
+    whole = everything(tmp_path / "whole", run_multiturn(tmp_path / "whole", hook=FailsOnce(99)))
+    path = tmp_path / "run"
+    seed_all()
+    run_multiturn(path, hook=FailsOnce(5))
+    assert checkpoints_in(path) == ["iteration_00000001"]
+    reseed()
+    assert differences(everything(path, run_multiturn(path, resume_from=path)), whole) == []

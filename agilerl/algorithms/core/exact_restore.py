@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from agilerl.algorithms.core.accelerators import rank_batch_size
 from agilerl.algorithms.core.agent_checkpoints import restored_engine
 from agilerl.algorithms.core.checkpoint_content import DamagedCheckpointError, read_content
 from agilerl.algorithms.core.plain_values import decode_arguments, encode_arguments
@@ -104,11 +105,19 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
         for role, adapter in saved.items()
     }
     settings = _settings(agent, attributes["arguments"])
+    try:
+        rank_batch_size(settings["batch_size"], agent.accelerator)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} cannot be gone on with here: its {error}. Hyperparameters are the "
+            "checkpoint's, so use another number of processes"
+        ) from error
     history, rng = content.history(agent._history), content.generator(ranks)
     # Last, as from here on there is an engine that would have to be closed.
     with _having(agent, settings):
         engine = restored_engine(agent, content.optimizer)
-    _restore_rates(engine, content.optimizer)
+    # Its own loading kept the live rate.
+    engine.restore_rates(content.optimizer)
     return SavedAgent(
         agent=agent,
         path=path,
@@ -176,19 +185,3 @@ def _having(agent: LLMAlgorithm, settings: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(agent, name, value)
-
-
-def _restore_rates(engine: LocalEngine, saved: Mapping[str, Any]) -> None:
-    """Give an engine the saved learning rates to the last bit.
-
-    Its own loading scales them to the live rate, which rounds; and a rate that was mutated after
-    the last step takes effect with the next one, as it would have without the interruption.
-    """
-    groups = zip(engine.optimizer.param_groups, saved["optimizer"]["param_groups"], strict=True)
-    for group, saved_group in groups:
-        for name in ("lr", "initial_lr"):
-            if name in saved_group:
-                group[name] = saved_group[name]
-        engine.lr = group.get("initial_lr", group["lr"])
-    if engine.scheduler is not None and saved["scheduler"] is not None:
-        engine.scheduler.load_state_dict(saved["scheduler"])

@@ -253,6 +253,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
         self.engine = self._build_engine()
         if state is not None:
             self.engine.load_state_dict(state)
+            self.engine.restore_rates(state)
 
     @staticmethod
     def update_lr(
@@ -263,6 +264,8 @@ class LLMAlgorithm(EvolvableAlgorithm):
     ) -> tuple[Accelerator | None, Any]:
         """Set an optimizer's learning rate and, if configured, start a new schedule on it.
 
+        On an agent's optimizer it stays, as the peak of the agent's schedule where that has one,
+        until ``agent.lr`` is changed; copies and resumed runs have it too.
         Of an actor/critic pair ``lr`` the actor's is used. Returns the accelerator as it is, and
         the scheduler (None without a config).
         """
@@ -369,7 +372,9 @@ class LLMAlgorithm(EvolvableAlgorithm):
         twin = type(self)(**arguments)
         for role in self.policy.roles:
             copy_adapter(self.policy.parameters(role), twin.policy.parameters(role))
-        twin.engine.load_state_dict(self.engine.state_dict())
+        state = self.engine.state_dict()
+        twin.engine.load_state_dict(state)
+        twin.engine.restore_rates(state)
         if twin.index == self.index:
             twin.rng.set_state(self.rng.get_state())
         self.copy_attributes(self, twin)

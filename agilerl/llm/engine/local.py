@@ -42,16 +42,13 @@ def scheduled_rate(group: Mapping[str, Any], lr: float) -> float:
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, lr: float, scheduler: SequentialLR | None = None
+    optimizer: torch.optim.Optimizer, lr: float, *, scheduled: bool = False
 ) -> None:
-    """Set the learning rate at once; under a schedule its peak, the position kept."""
+    """Set the learning rate at once, or where it is scheduled its peak, the position kept."""
     for group in optimizer.param_groups:
-        group["lr"] = lr if scheduler is None else scheduled_rate(group, lr)
+        group["lr"] = scheduled_rate(group, lr) if scheduled else lr
         if "initial_lr" in group:
             group["initial_lr"] = lr
-    if scheduler is not None:
-        for schedule in scheduler._schedulers:
-            schedule.base_lrs = [lr for _ in schedule.base_lrs]
 
 
 class LocalEngine:
@@ -82,7 +79,8 @@ class LocalEngine:
     def set_lr(self, lr: float) -> None:
         """Take over a new learning rate; a no-op when it is the current one."""
         if lr != self.lr:
-            set_learning_rate(self.optimizer, lr, self.scheduler)
+            set_learning_rate(self.optimizer, lr, scheduled=self.scheduler is not None)
+            self._set_peak(lr)
             self.lr = lr
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -105,15 +103,17 @@ class LocalEngine:
         """One more ``learn`` has been done."""
         if self.scheduler is None:
             return
+        # It may have been set on the optimizer itself.
+        self._set_peak(self.optimizer.param_groups[0]["initial_lr"])
         with warnings.catch_warnings():
             # Where no group had two different rewards, there was rightly no optimizer step before.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and schedule position."""
+        """Moments, schedule position, and the learning rate that was last taken over."""
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
+        return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler, "lr": self.lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore moments and schedule position; the live learning rate is kept."""
@@ -140,8 +140,32 @@ class LocalEngine:
         if resumed:
             self.scheduler.load_state_dict(state["scheduler"])
         group["lr"], group["initial_lr"] = rate, self.lr
-        for schedule in self.scheduler._schedulers:
-            schedule.base_lrs = [self.lr]
+        self._set_peak(self.lr)
+
+    def restore_rates(self, state: Mapping[str, Any]) -> None:
+        """After :meth:`load_state_dict`: take the state's learning rates as well, to the last bit.
+
+        They need not be the rate that was last taken over (see :meth:`set_lr`), which comes with
+        them: one that was set on the optimizer itself stays until another is taken over, and one
+        that is still to be taken over will be. If only one of engine and state has a schedule, the
+        live rate is kept.
+        """
+        if (self.scheduler is None) != (state["scheduler"] is None):
+            return
+        (group,) = self.optimizer.param_groups
+        (saved,) = state["optimizer"]["param_groups"]
+        for name in ("lr", "initial_lr"):
+            if name in saved:
+                group[name] = saved[name]
+        # States of earlier versions do not say it.
+        self.lr = state.get("lr", saved.get("initial_lr", saved["lr"]))
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+    def _set_peak(self, lr: float) -> None:
+        if self.scheduler is not None:
+            for schedule in self.scheduler._schedulers:
+                schedule.base_lrs = [lr for _ in schedule.base_lrs]
 
     def close(self) -> None:
         """Let go of the parameters; the engine must not be used afterwards."""

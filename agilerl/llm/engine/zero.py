@@ -114,7 +114,8 @@ class ZeroEngine(LocalEngine):
         (group,) = self.optimizer.param_groups
         groups = [{**group, "params": list(range(len(self.parameters)))}]
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"optimizer": {"state": {}, "param_groups": groups}, "scheduler": scheduler}
+        optimizer = {"state": {}, "param_groups": groups}
+        return {"optimizer": optimizer, "scheduler": scheduler, "lr": self.lr}
 
     def shard(self) -> Shard:
         """The moments that this rank holds; every rank alone."""
