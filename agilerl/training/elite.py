@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from agilerl.llm.atomic_directory import (
+    complete_directory,
     holds_directory,
     lock_name,
     move_aside,
@@ -21,6 +23,9 @@ from agilerl.training.run_locks import lock_for_a_run
 
 logger = logging.getLogger(__name__)
 
+RUN_FILE = "run.txt"
+"""File in an elite with the name of the run that saved it."""
+
 
 class Elite:
     """Saves the best agent of one run; a context, in which no other run can save there.
@@ -31,6 +36,7 @@ class Elite:
 
     Args:
         path: Directory of the checkpoint.
+        run: Name of the run.
         ranks: The processes of the run, which must all call every method; rank 0 writes.
 
     Raises:
@@ -38,8 +44,8 @@ class Elite:
         ValueError: If it holds files that are no checkpoint, which saving would remove.
     """
 
-    def __init__(self, path: str | Path, ranks: Ranks | None = None) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, run: str, ranks: Ranks | None = None) -> None:
+        self.path, self.run = Path(path), run
         self._ranks = Ranks() if ranks is None else ranks
         self.saved = False
         """Whether this run has saved its best agent there."""
@@ -60,11 +66,31 @@ class Elite:
         return {"path": str(self.path.resolve()), "saved": self.saved}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on with the elite of a run; one that was saved elsewhere stays there."""
-        if state is not None:
-            # Decided by one process: the same place may have another name on another machine.
-            same = self._ranks.first(lambda: state["path"] == str(self.path.resolve()))
-            self.saved = same and bool(state["saved"])
+        """Go on with the elite of a run, also one saved after ``state``, by a run killed later.
+
+        One that was saved elsewhere stays there.
+        """
+
+        def is_of_this_run() -> bool:
+            if state is not None and state["saved"] and state["path"] == str(self.path.resolve()):
+                return True
+            return self._noted_run() == self.run
+
+        # Decided by one process: the same place may have another name on another machine.
+        self.saved = self._ranks.first(is_of_this_run)
+
+    def _noted_run(self) -> str | None:
+        try:
+            return self._run_file().read_text(encoding="utf-8")
+        except (OSError, UnicodeError):
+            return None
+
+    def _note_run(self) -> None:
+        with contextlib.suppress(OSError):  # without it the elite counts as an earlier run's: kept
+            self._run_file().write_text(self.run, encoding="utf-8")
+
+    def _run_file(self) -> Path:
+        return complete_directory(self.path, ATTRIBUTES_FILE) / RUN_FILE
 
     def __enter__(self) -> Self:
         return self
@@ -87,6 +113,7 @@ class Elite:
         if self.saved or self._ranks.first(lambda: self._make_room(trained)):
             agent.save_checkpoint(self.path)
             self.saved = True
+            self._ranks.first(self._note_run)
 
     def _make_room(self, trained: bool) -> bool:
         """Move an earlier run's elite out of the way; False: it stays, and nothing is saved."""

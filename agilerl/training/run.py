@@ -67,7 +67,7 @@ def run_training(
     with ExitStack() as stack:
         elite = None
         if options.elite_path is not None:  # the options have checked that save_elite is set
-            elite = stack.enter_context(Elite(options.elite_path, ranks))
+            elite = stack.enter_context(Elite(options.elite_path, name, ranks))
         directory = stack.enter_context(
             RunDirectory(name, options.checkpoint_path, checkpoint, ranks)
         )

@@ -5,12 +5,25 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forking import start, wait
+from resume_helpers import (
+    TOKENIZER,
+    checkpoints_in,
+    dataset,
+    make_agents,
+    run_reasoning,
+    state_of,
+)
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.llm.checkpoint import ATTRIBUTES_FILE
+from agilerl.llm_envs import ReasoningGym
+from agilerl.training.run_checkpoint import complete_checkpoints
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 
@@ -129,3 +142,41 @@ def test_an_elite_whose_replacement_was_killed_is_kept_too() -> None:
     train(FakeAgent(2, skill=[0, 1, 2]))
     assert saved("run/elite") == (2, 2)
     assert saved("run/elite.earlier_1") == (1, 2)
+
+
+def test_an_elite_of_a_run_that_was_killed_before_its_next_checkpoint_is_its_own() -> None:
+    """However often it is killed there; that of an earlier run is moved once."""
+    Path("elite").mkdir()
+    Path("elite", ATTRIBUTES_FILE).touch()
+    began, (agent,) = time.monotonic(), make_agents(1)
+    env = ReasoningGym(
+        dataset("train", 5),
+        dataset("test", 3),
+        TOKENIZER,
+        lambda completion, answer, question: time.monotonic() - began,  # always better
+        [{"role": "user", "content": "{question}"}],
+        data_batch_size_per_gpu=2,
+    )
+    learn = agent.learn
+
+    def go_on(killed: bool) -> None:
+        def learn_or_die(*arguments: Any, **options: Any) -> dict[str, float]:
+            if killed and len(agent.scores) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return learn(*arguments, **options)
+
+        agent.learn = learn_or_die  # type: ignore[method-assign]
+        run = Path("run")
+        resume_from = run if complete_checkpoints(run) else None
+        options = {"checkpoint_steps": 2, "evaluation_interval": 3, "max_steps": 8}
+        run_reasoning(
+            run, pop=[agent], env=env, elite_path="elite", resume_from=resume_from, **options
+        )
+
+    for _ in range(2):
+        assert wait(start(lambda: go_on(killed=True))) == -signal.SIGKILL
+        assert checkpoints_in(Path("run")) == ["iteration_00000002"]
+        assert not state_of(Path("run/iteration_00000002"))["elite"]["saved"]
+    assert wait(start(lambda: go_on(killed=False))) == 0
+    assert sorted(path.name for path in Path().glob("elite*")) == ["elite", "elite.earlier_1"]
+    assert not list(Path("elite.earlier_1").glob("actor"))

@@ -254,7 +254,7 @@ def test_whether_an_elite_is_this_runs_is_decided_once(tmp_path: Path) -> None:
     """Its absolute path may differ from one machine to another."""
 
     def action(ranks: Ranks) -> bool:
-        with Elite("elite", ranks) as elite:
+        with Elite("elite", "run", ranks) as elite:
             elite.saved = True
             state = ranks.gather(elite.state_dict())[0]
             elite.saved = False
