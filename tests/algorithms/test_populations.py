@@ -258,22 +258,26 @@ def test_the_evolvable_surface() -> None:
 
 
 @pytest.mark.parametrize("schedule", [None, CosineLRScheduleConfig(10, 0.3)])
-def test_a_rate_set_on_the_optimizer_stays_until_lr_is_changed(schedule: Any) -> None:
-    """In clones and engines made anew as well."""
+def test_a_rate_set_on_the_optimizer_stays_until_lr_is_changed(
+    schedule: Any, tmp_path: Path
+) -> None:
+    """In clones, engines made anew and rebuilt agents as well."""
     agent = make_agent(cosine_lr_schedule_config=schedule)
     train(agent)
     agent.update_lr(agent.optimizer, 3e-3)
     twin, unwrapped = agent.clone(), agent.clone(wrap=False)
     unwrapped.wrap_models()
+    agent.save_checkpoint(tmp_path / "saved")
+    rebuilt = GRPO.load(tmp_path / "saved", actor_network=agent.policy.base.model)
     for lr in (agent.lr, 1e-3):
-        for each in (agent, twin, unwrapped):
+        for each in (agent, twin, unwrapped, rebuilt):
             each.lr = lr
             train(each)
-        groups = [dict(each.optimizer.param_groups[0], params=[]) for each in (agent, twin)]
-        assert groups[0] == groups[1] == dict(unwrapped.optimizer.param_groups[0], params=[])
-        assert groups[0].get("initial_lr", groups[0]["lr"]) == (1e-3 if lr == 1e-3 else 3e-3)
-        assert torch.equal(weights(agent), weights(twin))
-        assert torch.equal(weights(agent), weights(unwrapped))
+        (group,) = agent.optimizer.param_groups
+        assert group.get("initial_lr", group["lr"]) == (1e-3 if lr == 1e-3 else 3e-3)
+        for each in (twin, unwrapped, rebuilt):
+            assert dict(each.optimizer.param_groups[0], params=[]) == dict(group, params=[])
+            assert torch.equal(weights(each), weights(agent))
 
 
 def test_reinit_optimizers_forgets_the_moments() -> None:

@@ -166,6 +166,8 @@ def rebuild(
         reference_from_actor=False,
         merge=False,
     )
+    if content.optimizer is not None:
+        agent.engine.restore_rates(content.optimizer)
     for name, value in content.history(("index", *agent._history)).items():
         setattr(agent, name, value)
     agent.rng.set_state(content.generator(ranks).get_state())
