@@ -27,6 +27,7 @@ from agilerl.training.resume import read_resume
 from agilerl.training.run_checkpoint import RunCheckpoint, find_checkpoint
 from agilerl.training.run_directory import RunDirectory, lies_in, run_name
 from agilerl.training.run_logging import NoLog, RunLog
+from agilerl.utils.llm_utils import run_of_all_processes
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def run_training(
         resume = read_resume(found, agents, collectors, env_name, ranks)
     checkpoint = None if resume is None else resume.checkpoint
     name = ranks.first(lambda: _name_of_run(agents, env_name, options, checkpoint))
-    with ExitStack() as stack:
+    with run_of_all_processes(), ExitStack() as stack:
         elite = None
         if options.elite_path is not None:  # the options have checked that save_elite is set
             elite = stack.enter_context(Elite(options.elite_path, name, ranks))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,16 +97,31 @@ def create_llm_accelerator(
     return accelerator
 
 
+_in_a_run = threading.Event()
+
+
+@contextlib.contextmanager
+def run_of_all_processes() -> Iterator[None]:
+    """Around what processes do together: one that leaves it by any exception ends as failed.
+
+    The interpreter forgets a ``sys.exit(3)`` before ``_leave_process_group`` could ask for it.
+    """
+    _in_a_run.set()
+    yield
+    _in_a_run.clear()
+
+
 def _leave_process_group() -> None:
     """Give up the process group before the interpreter does.
 
     A thread of gloo that still holds a tensor then aborts the program once in a while, and a run
     that ended well would count as failed (https://github.com/pytorch/pytorch/issues/190489). After
     an error the group is left as it is: giving it up could wait for the other processes, while
-    these wait for this one.
+    these wait for this one; and they would fail before this one has ended, so that the launcher
+    could name one of them.
     """
     failed = hasattr(sys, "last_value")  # set where an error ends the program
-    if torch.distributed.is_initialized() and not failed:
+    if torch.distributed.is_initialized() and not failed and not _in_a_run.is_set():
         torch.distributed.destroy_process_group()
 
 
