@@ -15,7 +15,12 @@ TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 def test_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ITERATIONS", "2")
     content = nbformat.read(notebook, as_version=4)
-    client = NotebookClient(content, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(
+        content,
+        timeout=600,
+        startup_timeout=300,
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
     client.execute()
     assert any(
         "image/png" in output.get("data", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import runpy
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -16,17 +18,26 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run(script: str, *arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-    result = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *launcher, str(EXAMPLES / script), *arguments],
         cwd=cwd,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
-        check=False,
     )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+    try:
+        output, errors = process.communicate(timeout=600)
+    finally:
+        if process.poll() is None:
+            # With its processes, if it is a launcher: they would outlive it.
+            family = psutil.Process(process.pid)
+            family.suspend()
+            for each in [*family.children(recursive=True), family]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+    assert process.returncode == 0, errors[-3000:]
+    return output
 
 
 @pytest.mark.parametrize(
@@ -73,7 +84,7 @@ def test_command_for_the_adapter_works_without_this_library(tmp_path: Path) -> N
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
