@@ -7,14 +7,17 @@ import io
 import json
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Generic, TextIO, TypeVar
 
 from agilerl.training.line_file import LineFile
 from agilerl.training.protocols import Row, Sample
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 METRICS_FILE = "metrics.csv"
 COMPLETIONS_FILE = "completions.jsonl"
@@ -37,12 +40,51 @@ FIRST_COLUMNS = (
 """Columns every ``metrics.csv`` starts with; those that ``learn`` reports follow."""
 
 
-class MetricsCsv:
-    """One CSV line per row, written at once.
+class _LineLog(ABC, Generic[T]):
+    """A line per record, written at once.
+
+    Records that cannot be written are kept and written with the next one that can.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = LineFile(path)
+        self._waiting: list[T] = []
+
+    @abstractmethod
+    def _lines(self, records: Sequence[T]) -> Sequence[str]:
+        """Records as lines of the file, which is made fit for them."""
+
+    def sync(self) -> None:
+        """Write what waits, and flush the file to disk.
+
+        Raises:
+            OSError: If that is not possible now.
+        """
+        self._write_waiting()
+        self._file.sync()
+
+    def close(self, failed: bool = False) -> None:
+        """Close the file.
+
+        Raises:
+            OSError: If records waited, and still cannot be written.
+        """
+        try:
+            self._write_waiting()
+        finally:
+            self._file.close()
+
+    def _write_waiting(self) -> None:
+        lines = self._lines(self._waiting)  # first, as it may swap the file
+        self._file.append(lines)
+        self._waiting.clear()
+
+
+class MetricsCsv(_LineLog[Row]):
+    """One CSV line per row.
 
     A row with new columns makes the file be written anew with a wider header and swapped in whole,
-    so a kill at any instant costs at most the line being written. Rows that cannot be written are
-    kept and written with the next one that can.
+    so a kill at any instant costs at most the line being written.
 
     Args:
         path: The file; rows are appended to one that exists.
@@ -51,12 +93,11 @@ class MetricsCsv:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.columns = list(FIRST_COLUMNS)
-        self._waiting: list[Row] = []
         exists = path.exists()
         if exists:
             with path.open(newline="", encoding="utf-8") as existing:
                 self.columns = list(csv.DictReader(existing).fieldnames or FIRST_COLUMNS)
-        self._file = LineFile(path)
+        super().__init__(path)
         if not exists:
             self._file.append([self._line(dict(zip(self.columns, self.columns, strict=True)))])
 
@@ -74,33 +115,12 @@ class MetricsCsv:
         self._waiting.append(row)
         self._write_waiting()
 
-    def sync(self) -> None:
-        """Write what waits, and flush the file to disk.
-
-        Raises:
-            OSError: If that is not possible now.
-        """
-        self._write_waiting()
-        self._file.sync()
-
-    def close(self, failed: bool) -> None:
-        """Close the file.
-
-        Raises:
-            OSError: If rows waited, and still cannot be written.
-        """
-        try:
-            self._write_waiting()
-        finally:
-            self._file.close()
-
-    def _write_waiting(self) -> None:
-        names = dict.fromkeys(name for row in self._waiting for name in row)
+    def _lines(self, records: Sequence[Row]) -> list[str]:
+        names = dict.fromkeys(name for row in records for name in row)
         new_columns = [name for name in names if name not in self.columns]
         if new_columns:
             self._widen(new_columns)
-        self._file.append([self._line(row) for row in self._waiting])
-        self._waiting.clear()
+        return [self._line(row) for row in records]
 
     def _line(self, row: Mapping[str, Any]) -> str:
         text = io.StringIO(newline="")
@@ -123,18 +143,12 @@ class MetricsCsv:
         self.columns = columns
 
 
-class CompletionsFile:
-    """Sample completions, one JSON object per line, written at once.
-
-    Those that cannot be written are kept and written with the next ones that can.
+class CompletionsFile(_LineLog[str]):
+    """Sample completions, one JSON object per line.
 
     Args:
         path: The file; lines are appended to one that exists.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._file = LineFile(path)
-        self._waiting: list[str] = []
 
     @property
     def lines(self) -> int:
@@ -159,29 +173,8 @@ class CompletionsFile:
             self._waiting.append(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         self._write_waiting()
 
-    def sync(self) -> None:
-        """Write what waits, and flush the file to disk.
-
-        Raises:
-            OSError: If that is not possible now.
-        """
-        self._write_waiting()
-        self._file.sync()
-
-    def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            OSError: If samples waited, and still cannot be written.
-        """
-        try:
-            self._write_waiting()
-        finally:
-            self._file.close()
-
-    def _write_waiting(self) -> None:
-        self._file.append(self._waiting)
-        self._waiting.clear()
+    def _lines(self, records: Sequence[str]) -> Sequence[str]:
+        return records
 
 
 def take_over_logs(source: Path, target: Path, state: dict[str, Any]) -> None:

@@ -67,6 +67,7 @@ def create_llm_accelerator(
         _check_partitions(zero_stage)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
+    atexit.register(_leave_process_group)
     cpu = not torch.cuda.is_available() if cpu is None else cpu
     # What accelerate launch tells the processes of a distributed_type DEEPSPEED.
     configured = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
@@ -75,7 +76,6 @@ def create_llm_accelerator(
             _check_partitions(None)
         from accelerate import Accelerator
 
-        atexit.register(_leave_process_group)
         return Accelerator(cpu=cpu, gradient_accumulation_steps=gradient_accumulation_steps)
     _import_deepspeed(zero_stage, cpu)
     from accelerate.utils import DeepSpeedPlugin
@@ -91,7 +91,6 @@ def create_llm_accelerator(
         )
     if not gather_for_generation:
         plugin.deepspeed_config[SECTION] = {GATHER: False}
-    atexit.register(_leave_process_group)
     accelerator = _with_plugin(plugin, cpu)
     gathers_for_generation(accelerator)  # refuses a stage of the launcher's that partitions nothing
     return accelerator

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from launchers import kill_launcher
 from learn_from_sampler import MISSING, learned
-from torchrun import HERE, kill_launcher, torchrun
+from torchrun import HERE, torchrun
 
 SCRIPT = HERE / "run_training.py"
 SETTINGS = ["ddp", "zero2", "zero3"]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import psutil
+from launchers import kill_launcher
 
 HERE = Path(__file__).parent
 
@@ -47,18 +45,3 @@ def torchrun(script: Path, *arguments: str, ranks: int = 2, seconds: float = 900
     if process.returncode:
         raise RuntimeError(f"a rank failed:\n{output[-6000:]}")
     return output
-
-
-def kill_launcher(process: subprocess.Popen[Any]) -> None:
-    """Kill a launcher, if it is still there, and its ranks, which would keep its output open.
-
-    The ranks are sessions of their own, so there is no one group to kill.
-    """
-    if process.poll() is not None:
-        return
-    launcher = psutil.Process(process.pid)
-    # It is stopped first, so that it starts no rank after they were listed.
-    launcher.suspend()
-    for each in [*launcher.children(recursive=True), launcher]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()

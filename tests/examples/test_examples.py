@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import runpy
@@ -10,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
+from launchers import kill_launcher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -29,13 +28,7 @@ def run(script: str, *arguments: str, cwd: Path, launcher: tuple[str, ...] = ())
     try:
         output, errors = process.communicate(timeout=600)
     finally:
-        if process.poll() is None:
-            # With its processes, if it is a launcher: they would outlive it.
-            family = psutil.Process(process.pid)
-            family.suspend()
-            for each in [*family.children(recursive=True), family]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
+        kill_launcher(process)
     assert process.returncode == 0, errors[-3000:]
     return output
 

@@ -6,8 +6,10 @@ import csv
 import json
 import os
 import random
+import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +224,17 @@ def everything(path: Path, pop: list[GRPO]) -> dict[str, Any]:
 def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     """Names of facts that differ."""
     return [name for name in first | second if first.get(name) != second.get(name)]
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """This process cannot make any file larger than ``size`` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:

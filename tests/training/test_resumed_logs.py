@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from resume_helpers import After, make_agents, rows_of, run_reasoning, state_of
+from resume_helpers import After, files_up_to, make_agents, rows_of, run_reasoning, state_of
 
 from agilerl.training.log_files import CompletionsFile, MetricsCsv, take_over_logs
 from agilerl.training.protocols import Sample
@@ -91,22 +88,11 @@ def test_tensorboard_goes_on_with_the_same_steps(tmp_path: Path) -> None:
     assert [step for step, _ in scores] == [1, 2, 3, 4]
 
 
-@contextmanager
-def no_room(file: Path, left: int) -> Iterator[None]:
-    """This process cannot make any file larger than ``file`` and ``left`` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + left, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_all_rows_wait_for_room_and_only_written_ones_count(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     metrics = MetricsCsv(path)
     metrics.write({"iteration": 0, "agent": 0})
-    with no_room(path, left=3):
+    with files_up_to(path.stat().st_size + 3):
         for i in range(1, 400):  # more than a buffer of Python's
             row: dict[str, float] = {"iteration": i, "agent": 0, "wall_seconds": 1 / 3}
             with pytest.raises(OSError, match="too large"):
@@ -124,7 +110,7 @@ def test_all_samples_wait_for_room_and_only_written_ones_count(tmp_path: Path) -
     path = tmp_path / "completions.jsonl"
     completions = CompletionsFile(path)
     completions.write(0, 0, [Sample("q", "x" * 1000, "a", 0.0)])
-    with no_room(path, left=1500):  # for one, and a part of the next
+    with files_up_to(path.stat().st_size + 1500):  # for one, and a part of the next
         completions.write(1, 0, [Sample("q", "x" * 1000, "a", 0.0)])
         for i in range(2, 30):
             with pytest.raises(OSError, match="too large"):
@@ -144,7 +130,7 @@ def test_tensorboard_goes_on_once_there_is_room_again(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     sink.write(row)
     (file,) = tmp_path.iterdir()
-    with no_room(file, left=100):
+    with files_up_to(file.stat().st_size + 100):
         for iteration in (2, 3):
             with pytest.raises(OSError, match="too large"):
                 sink.write(row | {"iteration": iteration})

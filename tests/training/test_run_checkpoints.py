@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import pickle
-import resource
 import shutil
 import zipfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from resume_helpers import (
     After,
     checkpoints_in,
+    files_up_to,
     make_agents,
     make_gym,
     rows_of,
@@ -269,19 +270,31 @@ def test_a_run_of_the_other_training_function_is_refused(run: Path, tmp_path: Pa
         run_multiturn(tmp_path / "other", pop=make_agents(1), resume_from=run)
 
 
-class FullDisk:
-    """From one call to another of the hook no file of this process may grow past ``size``."""
+class FullDisk(ExitStack):
+    """From one call to another of the hook no file of this process may grow past ``size``.
+
+    A context, after which files may grow again.
+    """
 
     def __init__(self, first: int, last: int, size: int) -> None:
+        super().__init__()
         self.first, self.last, self.size, self.call = first, last, size, 0
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def __call__(self) -> None:
         self.call += 1
         if self.call == self.first:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+            self.enter_context(files_up_to(self.size))
         if self.call == self.last:
-            resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+            self.close()
+
+    def met_by_a_run(self, path: Path) -> FakeAgent:
+        """The agent of a run of eight iterations."""
+        agent = FakeAgent(on_learn=lambda agent: self())
+        with self:
+            finetune_llm_reasoning(
+                [agent], FakeGym(rows=99), max_steps=16, checkpoint_path=path, verbose=False
+            )
+        return agent
 
 
 @pytest.mark.parametrize("name", ["attributes.pt", "actor/adapter_model.safetensors"])
@@ -291,10 +304,8 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(
     size = (run / "iteration_00000003" / "agent_0" / name).stat().st_size
     disk = FullDisk(first=2, last=3, size=size - 100)
     pop = make_agents(1)
-    try:
+    with disk:
         run_reasoning(tmp_path / "full", pop=pop, hook=disk, evaluation_interval=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, disk.before)
     path = tmp_path / "full"
     assert len(pop[0].scores) == 4
     assert "iteration_00000002" not in checkpoints_in(path)
@@ -310,14 +321,7 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(
 
 
 def test_rows_that_could_not_be_written_are_written_later(tmp_path: Path, caplog: Any) -> None:
-    disk = FullDisk(first=3, last=6, size=600)
-    agent = FakeAgent(on_learn=lambda agent: disk())
-    try:
-        finetune_llm_reasoning(
-            [agent], FakeGym(rows=99), max_steps=16, checkpoint_path=tmp_path, verbose=False
-        )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, disk.before)
+    FullDisk(first=3, last=6, size=600).met_by_a_run(tmp_path)
     assert [row["iteration"] for row in rows_of(tmp_path)] == [str(i) for i in range(9)]
     lines = (tmp_path / "completions.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [
@@ -330,14 +334,7 @@ def test_rows_that_could_not_be_written_are_written_later(tmp_path: Path, caplog
 def test_rows_that_found_no_room_to_the_end_are_said_to_be_lost(
     tmp_path: Path, caplog: Any
 ) -> None:
-    disk = FullDisk(first=2, last=99, size=600)
-    agent = FakeAgent(on_learn=lambda agent: disk())
-    try:
-        finetune_llm_reasoning(
-            [agent], FakeGym(rows=99), max_steps=16, checkpoint_path=tmp_path, verbose=False
-        )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, disk.before)
+    agent = FullDisk(first=2, last=99, size=600).met_by_a_run(tmp_path)
     assert len(agent.learned) == 8
     assert caplog.text.count("are lost") == 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import resource
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from resume_helpers import checkpoints_in
+from resume_helpers import checkpoints_in, files_up_to
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from training_fakes import FakeAgent, FakeGym
@@ -125,13 +124,8 @@ def test_the_remedy_fits_the_error(number: int | None, caplog: pytest.LogCapture
 
 
 def test_a_full_disk_is_known_by_what_safetensors_says(tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(SafetensorError, match="os error") as full:
-            save_file({"x": torch.zeros(4096)}, tmp_path / "x")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with files_up_to(1000), pytest.raises(SafetensorError, match="os error") as full:
+        save_file({"x": torch.zeros(4096)}, tmp_path / "x")
     with pytest.raises(SafetensorError, match="os error") as missing:
         save_file({"x": torch.zeros(4096)}, tmp_path / "nowhere" / "x")
     assert [is_no_room(caught.value) for caught in (full, missing)] == [True, False]

@@ -1,0 +1,24 @@
+"""Ending programs that start others."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from typing import Any
+
+import psutil
+
+
+def kill_launcher(process: subprocess.Popen[Any]) -> None:
+    """Kill a launcher, if it is still there, and its ranks, which would keep its output open.
+
+    The ranks are sessions of their own, so there is no one group to kill.
+    """
+    if process.poll() is not None:
+        return
+    launcher = psutil.Process(process.pid)
+    # It is stopped first, so that it starts no rank after they were listed.
+    launcher.suspend()
+    for each in [*launcher.children(recursive=True), launcher]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
