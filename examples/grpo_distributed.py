@@ -22,7 +22,7 @@ from agilerl.testing import (
     spell_backward_correct,
     spell_backward_datasets,
 )
-from agilerl.training.run_checkpoint import complete_checkpoints
+from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
 from agilerl.training.train_llm import finetune_llm_reasoning
 from agilerl.utils.llm_utils import create_llm_accelerator
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agilerl.algorithms.core.pinned import pin_argument
+from agilerl.algorithms.core.pin_argument import pin_argument
 from agilerl.algorithms.grpo import GRPO
 
 

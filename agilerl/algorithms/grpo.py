@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agilerl.algorithms.core.accelerators import rank_batch_size, rank_micro_batch_size
 from agilerl.algorithms.core.arguments import check_arguments, stacklevel_of_caller
-from agilerl.algorithms.core.experience import (
+from agilerl.algorithms.core.learn_inputs import (
     check_trajectory_ids,
     shape_rewards,
     stack_sampling_logps,
 )
 from agilerl.algorithms.core.llm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
+from agilerl.distributed import Ranks, ranks_of
 from agilerl.llm.advantages import compute_advantages
 from agilerl.llm.batch import Batch, make_batch
 from agilerl.llm.config import (
@@ -29,7 +29,7 @@ from agilerl.llm.config import (
     Reduction,
     UpdateConfig,
 )
-from agilerl.llm.engine.ranks import Ranks, ranks_of
+from agilerl.llm.engine.accelerator_config import rank_batch_size, rank_micro_batch_size
 from agilerl.llm.losses import LOSS_TABLE, clip_band
 from agilerl.llm.metrics import batch_metrics
 from agilerl.llm.update import Rollouts, run_update
@@ -277,7 +277,7 @@ class GRPO(LLMAlgorithm):
             )
         ranks = self._learning_ranks()
         batch = make_batch(
-            completion_ids, action_masks, turn_ids, may_lack_actions=ranks.count > 1
+            completion_ids, action_masks, turn_ids, may_lack_actions=ranks.world_size > 1
         ).to(self.policy.device)
         if trajectory_ids is not None:
             trajectory_ids = check_trajectory_ids(trajectory_ids, len(batch)).to(batch.device)
@@ -359,7 +359,7 @@ class GRPO(LLMAlgorithm):
 
     def _learning_ranks(self) -> Ranks:
         """The processes that learn together."""
-        if not self.wrap and ranks_of(self.accelerator).count > 1:
+        if not self.wrap and ranks_of(self.accelerator).world_size > 1:
             raise RuntimeError(
                 "this agent is not wrapped, so its processes would learn apart; call "
                 "agent.wrap_models() on all of them first"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from agilerl.distributed import Ranks, mean_and_std
 from agilerl.llm.config import AdvantageConfig, AdvNorm
-from agilerl.llm.engine.ranks import Ranks, mean_and_std
 
 logger = logging.getLogger(__name__)
 

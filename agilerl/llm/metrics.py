@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agilerl.llm.engine.ranks import Ranks, mean_and_std
+from agilerl.distributed import Ranks, mean_and_std
 from agilerl.llm.losses import LossTerms
 
 # What may be measured; in the same order on every rank.
@@ -67,7 +67,7 @@ class UpdateMetrics:
 
     def reduce(self, ranks: Ranks) -> None:
         """Make this the metrics of all ranks; each must call it."""
-        if ranks.count == 1:
+        if ranks.world_size == 1:
             return
         # A rank that ran nothing has not measured what others have.
         values = [self.sums.get(name, 0.0) for name in SUMS]

@@ -21,7 +21,7 @@ from agilerl.llm.logprobs import TokenLogProbs, token_logprobs
 from agilerl.llm.shared_base import SharedBase
 
 if TYPE_CHECKING:
-    from agilerl.llm.engine.partition import PartitionedBase
+    from agilerl.llm.engine.partitioned_base import PartitionedBase
 
 
 class Policy:
@@ -149,7 +149,7 @@ class Policy:
         head, partition = self.head(), self.base.partition
         if partition is None or partition.gather_for_generation:
             return head
-        from agilerl.llm.engine.partition import GatheredHead
+        from agilerl.llm.engine.partitioned_base import GatheredHead
 
         return replace(head, module=GatheredHead(head.module, partition), weight=None, bias=None)
 

@@ -17,14 +17,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from agilerl.llm import adapters, base_weights
-from agilerl.llm.engine.partition_facts import check_every_layer_runs
-from agilerl.llm.engine.ranks import Ranks
+from agilerl.distributed import Ranks
+from agilerl.llm import adapters
+from agilerl.llm.checkpoint import base_weights
+from agilerl.llm.engine.partition_checks import check_every_layer_runs
 from agilerl.llm.forward import supports_shared_prefixes
 from agilerl.llm.head import check_head
 
 if TYPE_CHECKING:
-    from agilerl.llm.engine.partition import PartitionedBase
+    from agilerl.llm.engine.partitioned_base import PartitionedBase
 
 # By the model's id, which stays its own as long as the base that holds the model lives.
 _bases: weakref.WeakValueDictionary[int, SharedBase] = weakref.WeakValueDictionary()
@@ -76,7 +77,7 @@ class SharedBase:
         Raises:
             ValueError: If what the model runs depends on the tokens.
         """
-        from agilerl.llm.engine.partition import PartitionedBase
+        from agilerl.llm.engine.partitioned_base import PartitionedBase
 
         assert self.peft is None and self.partition is None
         check_every_layer_runs(self.model)

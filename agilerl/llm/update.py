@@ -14,7 +14,7 @@ from agilerl.llm.config import ForwardConfig, LossConfig, UpdateConfig
 from agilerl.llm.engine import Engine
 from agilerl.llm.losses import policy_loss, reduction_weights
 from agilerl.llm.metrics import UpdateMetrics
-from agilerl.llm.mini_batches import MiniBatch, plan_mini_batches
+from agilerl.llm.plan import MiniBatch, plan_mini_batches
 from agilerl.llm.policy import Policy, scatter_actions
 
 logger = logging.getLogger(__name__)

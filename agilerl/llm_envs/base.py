@@ -104,7 +104,7 @@ class PromptSplit:
         self._lengths = [lengths[row] for row in kept]
 
 
-class TrainingOrder:
+class TrainingBatchSampler:
     """Batches of row numbers, reshuffled every epoch: a pure function of seed, epoch and offset.
 
     With several processes a batch is ``batch_size`` rows for each, dealt out in turn; every row has

@@ -13,7 +13,7 @@ from agilerl.llm_envs.base import (
     ANSWERS_REMEDY,
     PromptBatch,
     PromptSplit,
-    TrainingOrder,
+    TrainingBatchSampler,
     check_answers,
     checked_int,
     process_rank,
@@ -105,7 +105,9 @@ class ReasoningGym:
         self._train = PromptSplit("train_dataset", train_dataset, encoder, max_context_length)
         self._test = PromptSplit("test_dataset", test_dataset, encoder, max_context_length)
         rank, ranks = process_rank(accelerator)
-        self._order = TrainingOrder(len(self._train), data_batch_size_per_gpu, seed, rank, ranks)
+        self._order = TrainingBatchSampler(
+            len(self._train), data_batch_size_per_gpu, seed, rank, ranks
+        )
         # Equal shares would leave test rows out or score some twice.
         self._test_rows = list(range(len(self._test)))[rank::ranks]
         self._test_offset: int | None = None

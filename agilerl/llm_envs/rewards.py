@@ -1,4 +1,4 @@
-"""Running a reward function on a batch of completions, through :mod:`agilerl.llm_envs.calls`."""
+"""Running a reward function on a batch of completions, through :mod:`agilerl.llm_envs.timeouts`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import closing
 from typing import Any, TypeAlias
 
 from agilerl.llm_envs.base import check_reward_fn, finite_number, shorten
-from agilerl.llm_envs.calls import CallPool
+from agilerl.llm_envs.timeouts import CallPool
 
 logger = logging.getLogger(__name__)
 

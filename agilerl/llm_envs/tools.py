@@ -21,9 +21,9 @@ from functools import partial
 from typing import Any
 
 from agilerl.llm_envs.base import checked_int, finite_number, shorten
-from agilerl.llm_envs.calls import CallOutcome, CallPool
 from agilerl.llm_envs.rewards import RewardFunction, RewardPool
 from agilerl.llm_envs.tasks import Task, TaskPicker, Tasks
+from agilerl.llm_envs.timeouts import CallOutcome, CallPool
 
 # The closing tag may be missing: generation stops there, or the model was cut off.
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

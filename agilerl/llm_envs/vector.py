@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from agilerl.llm_envs.base import checked_int, finite_number
-from agilerl.llm_envs.calls import CallOutcome, CallPool
-from agilerl.llm_envs.environment_slots import EnvironmentSlots
 from agilerl.llm_envs.episode_batch import EpisodeBatch, checked_answers, checked_logps
 from agilerl.llm_envs.episodes import Episode, Episodes, episode_data, stack_episodes
+from agilerl.llm_envs.pool import EnvironmentPool
+from agilerl.llm_envs.timeouts import CallOutcome, CallPool
 from agilerl.typing import ActionResult, MultiTurnEnv, ReasoningPrompts
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class SyncMultiTurnVecEnv:
             timeout_name="step_timeout",
             workers_name="max_workers",
         )
-        self._slots = EnvironmentSlots(env_factory, env_config, calls)
+        self._slots = EnvironmentPool(env_factory, env_config, calls)
         self.failures = 0
         """Episodes so far that an environment's exception or time-out ended."""
         self.timeouts = 0

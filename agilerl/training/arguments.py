@@ -9,8 +9,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agilerl.algorithms.core.accelerators import check_accelerator
-from agilerl.llm.engine.ranks import Ranks, ranks_of
+from agilerl.distributed import Ranks, ranks_of
+from agilerl.llm.engine.accelerator_config import check_accelerator
 
 if TYPE_CHECKING:
     from agilerl.training.protocols import Agent, SingleTurnEnv
@@ -198,10 +198,10 @@ def check_shares(envs: Sequence[Any], ranks: Ranks) -> None:
         ValueError: If one was built without the accelerator: every process would train on the same.
     """
     for env in envs:
-        if getattr(env, "num_processes", ranks.count) != ranks.count:
+        if getattr(env, "num_processes", ranks.world_size) != ranks.world_size:
             raise ValueError(
                 f"{env.name} deals its rows out to {env.num_processes} processes, but "
-                f"{ranks.count} train together: pass the accelerator to the environment too."
+                f"{ranks.world_size} train together: pass the accelerator to the environment too."
             )
 
 
@@ -211,12 +211,12 @@ def share_of(name: str, count: int, ranks: Ranks) -> int:
     Raises:
         ValueError: If it does not divide.
     """
-    if count % ranks.count:
+    if count % ranks.world_size:
         raise ValueError(
-            f"{name}={count} counts over all {ranks.count} processes, so it must be a multiple of "
-            f"{ranks.count}."
+            f"{name}={count} counts over all {ranks.world_size} processes, so it must be a "
+            f"multiple of {ranks.world_size}."
         )
-    return count // ranks.count
+    return count // ranks.world_size
 
 
 def check_selection(tournament: Any, mutation: Any, evo_steps: int | None) -> None:

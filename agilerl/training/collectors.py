@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agilerl.llm_envs.base import TrainingOrder
+from agilerl.llm_envs.base import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training.protocols import Agent, Experience, Sample, SingleTurnEnv
@@ -94,7 +94,7 @@ class MultiTurnCollector:
             batches).
     """
 
-    def __init__(self, env: SyncMultiTurnVecEnv, order: TrainingOrder) -> None:
+    def __init__(self, env: SyncMultiTurnVecEnv, order: TrainingBatchSampler) -> None:
         self.env = env
         self.order = order
 

@@ -8,25 +8,25 @@ from typing import Any
 
 import torch
 
-from agilerl.llm.engine.ranks import Ranks
-from agilerl.training.elite import Elite
+from agilerl.distributed import Ranks
+from agilerl.training.checkpoint.elite import Elite
+from agilerl.training.checkpoint.random_streams import random_streams, set_random_streams
+from agilerl.training.checkpoint.run_checkpoint import FORMAT
+from agilerl.training.checkpoint.run_directory import RunDirectory
+from agilerl.training.checkpoint.saver import Saver
 from agilerl.training.interrupts import GracefulStop, strongest
-from agilerl.training.members import Best, Member, environments_of
-from agilerl.training.merging import merged
-from agilerl.training.options import LoopOptions
-from agilerl.training.protocols import Agent, Collector, Experience, Row
-from agilerl.training.random_streams import random_streams, set_random_streams
-from agilerl.training.row_statistics import (
+from agilerl.training.logs.row_statistics import (
     accuracy,
     has_reward_variance,
     reward_statistics,
     time_statistics,
     warn_of_flat_rewards,
 )
-from agilerl.training.run_checkpoint import FORMAT
-from agilerl.training.run_directory import RunDirectory
-from agilerl.training.run_logging import RunLog
-from agilerl.training.saving import Saver
+from agilerl.training.logs.run_log import RunLog
+from agilerl.training.merging import merged
+from agilerl.training.options import LoopOptions
+from agilerl.training.population import Best, Member, environments_of
+from agilerl.training.protocols import Agent, Collector, Experience, Row
 
 FLAT_WINDOW = 10
 """Consecutive iterations without reward variance after which the log says so."""

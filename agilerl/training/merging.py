@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from agilerl.llm.engine.ranks import Ranks
+from agilerl.distributed import Ranks
 from agilerl.training.protocols import Experience
 
 SUMMED_FACTS = ("failed_episodes",)
@@ -30,7 +30,7 @@ def merged(experience: Experience, ranks: Ranks) -> Experience:
 
     Rewards are ``(P, G)`` over all ranks; of times the longest counts, because all wait for it.
     """
-    if ranks.count == 1:
+    if ranks.world_size == 1:
         return experience
     names = _Part.__dataclass_fields__
     parts = ranks.gather(_Part(**{name: getattr(experience, name) for name in names}))

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 import agilerl
-from agilerl.llm.engine.ranks import Ranks
-from agilerl.training.agreement import check_agreement, check_data, check_storage
-from agilerl.training.elite import Elite, check_elite_outside
-from agilerl.training.log_files import take_over_logs
+from agilerl.distributed import Ranks
+from agilerl.training.checkpoint.elite import Elite, check_elite_outside
+from agilerl.training.checkpoint.plain_json import check_plain
+from agilerl.training.checkpoint.resume import read_resume
+from agilerl.training.checkpoint.run_checkpoint import RunCheckpoint, find_checkpoint
+from agilerl.training.checkpoint.run_directory import RunDirectory, lies_in, run_name
+from agilerl.training.logs.files import take_over_logs
+from agilerl.training.logs.run_log import NoLog, RunLog
 from agilerl.training.loop import TrainingLoop
 from agilerl.training.options import LoopOptions
-from agilerl.training.plain_json import check_plain
 from agilerl.training.protocols import Agent, Collector
-from agilerl.training.resume import read_resume
-from agilerl.training.run_checkpoint import RunCheckpoint, find_checkpoint
-from agilerl.training.run_directory import RunDirectory, lies_in, run_name
-from agilerl.training.run_logging import NoLog, RunLog
+from agilerl.training.rank_consistency import check_agreement, check_data, check_storage
 from agilerl.utils.llm_utils import run_of_all_processes
 
 logger = logging.getLogger(__name__)
@@ -56,15 +56,17 @@ def run_training(
     """
     ranks = Ranks() if ranks is None else ranks
     check_agreement(agents, options, ranks)
-    ranks.together(lambda: _check_states(collectors))
+    ranks.on_all_ranks(lambda: _check_states(collectors))
     check_data(agents, collectors, ranks)
     resume_from, resume = options.resume_from, None
-    found = None if resume_from is None else ranks.first(lambda: find_checkpoint(resume_from))
+    found = (
+        None if resume_from is None else ranks.on_rank_zero(lambda: find_checkpoint(resume_from))
+    )
     check_storage(agents, options, ranks)
     if found is not None:
         resume = read_resume(found, agents, collectors, env_name, ranks)
     checkpoint = None if resume is None else resume.checkpoint
-    name = ranks.first(lambda: _name_of_run(agents, env_name, options, checkpoint))
+    name = ranks.on_rank_zero(lambda: _name_of_run(agents, env_name, options, checkpoint))
     with run_of_all_processes(), ExitStack() as stack:
         elite = None
         if options.elite_path is not None:  # the options have checked that save_elite is set
@@ -119,7 +121,7 @@ def _opened_log(
     if checkpoint is not None:
         config["resumed"] = _resumptions(checkpoint)
         source, saved = checkpoint.path.parent, checkpoint.state
-        ranks.first(lambda: take_over_logs(source, directory.path, saved))
+        ranks.on_rank_zero(lambda: take_over_logs(source, directory.path, saved))
     directory.write_config(config)
     state = None if checkpoint is None else checkpoint.state
 
@@ -128,7 +130,7 @@ def _opened_log(
             return NoLog()
         return RunLog(directory.path, directory.name, options, config, total, state)
 
-    return ranks.together(opened)
+    return ranks.on_all_ranks(opened)
 
 
 def _say_where(

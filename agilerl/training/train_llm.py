@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agilerl.llm_envs.base import TrainingOrder
+from agilerl.llm_envs.base import TrainingBatchSampler
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training import arguments
 from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
 from agilerl.training.env_maker import EnvMaker
+from agilerl.training.logs.sinks import require_trackers
 from agilerl.training.options import LoopOptions, options_among
 from agilerl.training.protocols import Agent, SingleTurnEnv
 from agilerl.training.run import run_training
-from agilerl.training.trackers import require_trackers
 from agilerl.typing import MultiTurnEnv
 
 AgentT = TypeVar("AgentT", bound=Agent)
@@ -253,13 +253,13 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         error_reward=error_reward,
         evaluation_episodes=evaluation_episodes,
         process_index=ranks.rank,
-        num_processes=ranks.count,
+        num_processes=ranks.world_size,
     )
     try:
         # Every agent plays the same seeds in the same order.
         collectors = [
             MultiTurnCollector(
-                env, TrainingOrder(train_seeds, groups, seed, ranks.rank, ranks.count)
+                env, TrainingBatchSampler(train_seeds, groups, seed, ranks.rank, ranks.world_size)
             )
             for _ in pop
         ]

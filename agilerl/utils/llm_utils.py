@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agilerl.algorithms.core.accelerators import check_zero_stage
-from agilerl.llm.engine.partition_facts import GATHER, SECTION, gathers_for_generation
+from agilerl.llm.engine.accelerator_config import (
+    GATHER,
+    SECTION,
+    check_zero_stage,
+    gathers_for_generation,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

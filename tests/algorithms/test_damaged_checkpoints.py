@@ -16,8 +16,8 @@ from peft import IA3Config, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from agilerl.algorithms import GRPO
-from agilerl.llm.atomic_directory import atomic_directory
-from agilerl.llm.base_weights import base_state_dict
+from agilerl.llm.checkpoint.atomic_directory import atomic_directory
+from agilerl.llm.checkpoint.base_weights import base_state_dict
 from agilerl.llm.config import CosineLRScheduleConfig
 
 MARKER = "attributes.pt"

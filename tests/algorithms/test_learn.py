@@ -20,7 +20,7 @@ from agent_helpers import (
 )
 
 from agilerl.algorithms import CISPO, GRPO, GSPO
-from agilerl.llm.mini_batches import _shuffled_parts
+from agilerl.llm.plan import _shuffled_parts
 
 KEYS = {
     "mean_loss", "mean_kl", "clip_fraction", "entropy", "grad_norm", "ratio_mean", "ratio_max",

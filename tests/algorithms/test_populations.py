@@ -21,7 +21,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from agilerl.algorithms import CISPO, GRPO, GSPO
 from agilerl.algorithms.core import EvolvableAlgorithm, LLMAlgorithm
-from agilerl.algorithms.core.network import place_model
+from agilerl.algorithms.core.build_policy import place_model
 from agilerl.algorithms.core.registry import (
     HyperparameterConfig,
     NetworkGroup,

@@ -24,10 +24,10 @@ from agents_and_batches import (
 from datasets import Dataset
 
 from agilerl.algorithms import GRPO
+from agilerl.distributed import ranks_of
 from agilerl.llm.advantages import Advantages
 from agilerl.llm.batch import make_batch
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.engine.ranks import ranks_of
 from agilerl.llm.update import Health, Rollouts, run_update
 from agilerl.llm_envs import ReasoningGym
 from agilerl.testing import tiny_model
@@ -341,11 +341,11 @@ def errors(accelerator: Any) -> dict[str, Any]:
     raised: list[str] = []
     for error in (OSError("disk full"), _Unsendable("odd", 3)):
         try:
-            ranks.together(lambda error=error: fail_on_rank_1(error))  # type: ignore[misc]
+            ranks.on_all_ranks(lambda error=error: fail_on_rank_1(error))  # type: ignore[misc]
         except (OSError, RuntimeError, _Unsendable) as caught:
             raised.append(repr(caught))
-    first = ranks.first(lambda: fail_on_rank_1(OSError("not run")))
-    return {"raised": raised, "first": first, "together": ranks.together(lambda: ranks.rank)}
+    first = ranks.on_rank_zero(lambda: fail_on_rank_1(OSError("not run")))
+    return {"raised": raised, "first": first, "together": ranks.on_all_ranks(lambda: ranks.rank)}
 
 
 @case

@@ -31,7 +31,7 @@ from training_runs import (
     write_result,
 )
 
-from agilerl.training.run_checkpoint import complete_checkpoints
+from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
 from agilerl.utils.llm_utils import create_llm_accelerator
 
 # ZeRO 3 last: DeepSpeed changes torch.nn.functional.linear for all that follows.

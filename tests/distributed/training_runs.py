@@ -20,7 +20,7 @@ from datasets import Dataset
 from agilerl.algorithms import GRPO
 from agilerl.llm_envs import ReasoningGym, TokenObservationWrapper
 from agilerl.testing import byte_tokenizer, tiny_model
-from agilerl.training.run_checkpoint import complete_checkpoints
+from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
 from agilerl.training.train_llm import finetune_llm_multiturn, finetune_llm_reasoning
 
 TOKENIZER = byte_tokenizer()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agilerl.llm.atomic_directory import READ_ATTEMPTS, atomic_directory, read_directory
+from agilerl.llm.checkpoint.atomic_directory import READ_ATTEMPTS, atomic_directory, read_directory
 
 MARKER = "second"
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from agilerl.distributed import Ranks, mean_and_std
 from agilerl.llm.config import CosineLRScheduleConfig
 from agilerl.llm.engine.all_reduce import AllReduceEngine
 from agilerl.llm.engine.local import LocalEngine, set_learning_rate
-from agilerl.llm.engine.ranks import Ranks, mean_and_std
 
 SCHEDULE = CosineLRScheduleConfig(num_epochs=10, warmup_proportion=0.2)
 

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from agilerl.llm.optimizer_shards import Fragment, Shard, assemble, read_shards, write_shard
+from agilerl.llm.checkpoint.optimizer_shards import (
+    Fragment,
+    Shard,
+    assemble,
+    read_shards,
+    write_shard,
+)
 
 SHAPES = [(2, 3), (5,), (4, 1)]
 SIZES = [6, 5, 4]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agilerl.llm_envs.calls import CallPool
+from agilerl.llm_envs.timeouts import CallPool
 
 
 def test_outcomes_come_in_the_order_given() -> None:

@@ -16,7 +16,7 @@ from sums_data import TEMPLATE, sums
 from transformers import PreTrainedTokenizerFast
 
 from agilerl.llm_envs import ReasoningGym, RewardError
-from agilerl.llm_envs.base import TrainingOrder
+from agilerl.llm_envs.base import TrainingBatchSampler
 from agilerl.llm_envs.fingerprint import fingerprint
 from agilerl.testing import (
     SPELL_BACKWARD_CONVERSATION,
@@ -391,8 +391,8 @@ def test_processes_share_the_rows(make_env: MakeEnv) -> None:
 @pytest.mark.parametrize(("rows", "ranks", "size"), [(7, 1, 3), (20, 3, 2), (13, 2, 2), (5, 5, 1)])
 def test_every_row_has_its_place_in_an_epoch_once(rows: int, ranks: int, size: int) -> None:
     """Whatever the number of processes, which see the rows in the same order."""
-    orders = [TrainingOrder(rows, size, 0, rank, ranks) for rank in range(ranks)]
-    alone = TrainingOrder(rows, rows, 0).current()
+    orders = [TrainingBatchSampler(rows, size, 0, rank, ranks) for rank in range(ranks)]
+    alone = TrainingBatchSampler(rows, rows, 0).current()
     seen: list[int] = []
     while orders[0].epoch == 0:
         shares = [order.current() for order in orders]

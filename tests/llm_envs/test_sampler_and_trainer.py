@@ -12,7 +12,7 @@ from chat_tokenizers import STYLES, VOCAB_SIZE, chat_tokenizer, turn_end
 from peft import LoraConfig
 
 from agilerl.algorithms import GRPO
-from agilerl.algorithms.core.experience import stack_sampling_logps
+from agilerl.algorithms.core.learn_inputs import stack_sampling_logps
 from agilerl.llm.batch import make_batch
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from agilerl.llm.engine.ranks import ProcessRanks, Ranks
+from agilerl.distributed import DistributedRanks, Ranks
 
 TIME_LIMIT = 300
 
@@ -55,7 +55,7 @@ def on_two_ranks(folder: Path, action: Callable[[Ranks], Any]) -> list[Any]:
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
         )
         try:
-            result = action(ProcessRanks(torch.device("cpu")))
+            result = action(DistributedRanks(torch.device("cpu")))
         except BaseException as error:  # noqa: BLE001  that is what some of them are for
             notes = getattr(error, "__notes__", [])
             result = (type(error), "\n".join([str(error), *notes]), getattr(error, "code", None))

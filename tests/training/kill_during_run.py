@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from resume_helpers import differences, everything, make_agents, reseed, run_reasoning, seed_all
 
-from agilerl.training.run_checkpoint import (
+from agilerl.training.checkpoint.run_checkpoint import (
     PARTIAL,
     complete_checkpoints,
     iteration_of,

@@ -11,7 +11,7 @@ import torch
 from resume_helpers import checkpoints_in, rows_of
 
 from agilerl.algorithms import GRPO
-from agilerl.llm.checkpoint import (
+from agilerl.llm.checkpoint.grid import (
     GRID,
     adapter_folders,
     full_actor,

@@ -27,13 +27,13 @@ from resume_helpers import (
 )
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.training.collectors import ReasoningCollector
-from agilerl.training.run_checkpoint import (
+from agilerl.training.checkpoint.run_checkpoint import (
     best_checkpoint,
     complete_checkpoints,
     find_checkpoint,
     write_sums,
 )
+from agilerl.training.collectors import ReasoningCollector
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from training_fakes import FakeAgent, FakeGym
 
 from agilerl.training import loop
+from agilerl.training.checkpoint.plain_json import check_plain
+from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
+from agilerl.training.checkpoint.saver import is_no_room
 from agilerl.training.collectors import ReasoningCollector
 from agilerl.training.options import LoopOptions
-from agilerl.training.plain_json import check_plain
 from agilerl.training.run import run_training
-from agilerl.training.run_checkpoint import complete_checkpoints
-from agilerl.training.saving import is_no_room
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 

@@ -21,9 +21,9 @@ from resume_helpers import (
 )
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.llm.checkpoint import ATTRIBUTES_FILE
+from agilerl.llm.checkpoint.grid import ATTRIBUTES_FILE
 from agilerl.llm_envs import ReasoningGym
-from agilerl.training.run_checkpoint import complete_checkpoints
+from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.training.log_files import FIRST_COLUMNS, CompletionsFile, MetricsCsv
-from agilerl.training.progress_bar import ProgressBar
+from agilerl.training.logs.files import FIRST_COLUMNS, CompletionsFile, MetricsCsv
+from agilerl.training.logs.progress_bar import ProgressBar
 from agilerl.training.protocols import Sample
 from agilerl.training.train_llm import finetune_llm_reasoning
 

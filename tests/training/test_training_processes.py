@@ -19,15 +19,15 @@ from forking import on_two_ranks
 from resume_helpers import dataset
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.llm.engine.ranks import Ranks
+from agilerl.distributed import Ranks
 from agilerl.llm.update import NonFiniteUpdateError
 from agilerl.llm_envs import ReasoningGym
-from agilerl.llm_envs.base import TrainingOrder
+from agilerl.llm_envs.base import TrainingBatchSampler
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.testing import byte_tokenizer
-from agilerl.training import agreement
+from agilerl.training import rank_consistency
+from agilerl.training.checkpoint.elite import Elite
 from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
-from agilerl.training.elite import Elite
 from agilerl.training.options import LoopOptions
 from agilerl.training.protocols import Collector
 from agilerl.training.run import run_training
@@ -41,7 +41,7 @@ class AgentOfRank(FakeAgent):
     ranks = Ranks()
 
     def save_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> None:
-        self.ranks.first(lambda: super(AgentOfRank, self).save_checkpoint(path))
+        self.ranks.on_rank_zero(lambda: super(AgentOfRank, self).save_checkpoint(path))
 
 
 def train(ranks: Ranks, on_learn: Learn = lambda agent: None, size: int = 1, **options: Any) -> int:
@@ -153,7 +153,7 @@ def test_multi_turn_environments_that_differ_are_refused_on_all(name: str, tmp_p
             max_turns=given["max_turns"],
             evaluation_episodes=given["evaluation_episodes"],
         )
-        order = TrainingOrder(given["train_seeds"], groups, given["seed"], ranks.rank, 2)
+        order = TrainingBatchSampler(given["train_seeds"], groups, given["seed"], ranks.rank, 2)
         return MultiTurnCollector(env, order)
 
     said = refused_data(tmp_path, make)
@@ -213,7 +213,7 @@ def in_a_folder_of_its_own(folder: Path, action: Callable[[Ranks], Any]) -> Call
 def test_sharded_agents_need_storage_that_all_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "PATIENCE", 0.2)
+    monkeypatch.setattr(rank_consistency, "PATIENCE", 0.2)
     action = in_a_folder_of_its_own(
         tmp_path, lambda ranks: train(ranks, max_steps=5, checkpoint_path="run")
     )
@@ -225,7 +225,7 @@ def test_sharded_agents_need_storage_that_all_see(
 def test_others_are_told_that_resuming_needs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "PATIENCE", 0.2)
+    monkeypatch.setattr(rank_consistency, "PATIENCE", 0.2)
 
     def action(ranks: Ranks) -> tuple[int, list[str]]:
         said: list[str] = []

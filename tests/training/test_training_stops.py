@@ -17,8 +17,8 @@ from typing import IO, Any
 import pytest
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.interrupts import GracefulStop
-from agilerl.training.run_directory import RunDirectory
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 HERE = Path(__file__).parent
@@ -219,7 +219,7 @@ def wait_for(text: str, stream: IO[str] | None, process: subprocess.Popen[str]) 
 WAITING_RUN = """
 import pathlib, time
 from training_fakes import FakeAgent, FakeGym
-from agilerl.training.run_directory import RunDirectory
+from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.train_llm import finetune_llm_reasoning
 def learn(agent):
     print("learning", len(agent.learned), flush=True)
@@ -290,7 +290,7 @@ def test_a_kill_while_saving_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     code = """
 import time
 from training_fakes import FakeAgent, FakeGym
-from agilerl.training.run_directory import RunDirectory
+from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.train_llm import finetune_llm_reasoning
 def save(agent):
     print("saving", len(agent.learned), flush=True)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
 
-from agilerl.algorithms.core.accelerators import (
+from agilerl.algorithms.core.build_policy import check_network
+from agilerl.algorithms.core.registry import HyperparameterConfig
+from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, InstanceOf, Number, OneOf
+from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.llm.engine.accelerator_config import (
     check_accelerator,
     rank_batch_size,
     settings_without_effect,
 )
-from agilerl.algorithms.core.network import check_network
-from agilerl.algorithms.core.registry import HyperparameterConfig
-from agilerl.llm.config import CosineLRScheduleConfig
 from agilerl.llm.losses import LOSS_TABLE, clip_band
 
 logger = logging.getLogger(__name__)
@@ -42,65 +41,6 @@ NOT_YET = {
     "activation_offload": False,
     "quantization_config": None,
 }
-
-
-@dataclass(frozen=True)
-class Number:
-    """A real number (or integer) within limits."""
-
-    low: float
-    high: float = math.inf
-    integer: bool = False
-    optional: bool = False
-    open_low: bool = False
-
-    def __call__(self, name: str, value: Any) -> None:
-        """Raise TypeError or ValueError unless ``value`` fits."""
-        if value is None and self.optional:
-            return
-        kind, word = (Integral, "an integer") if self.integer else (Real, "a number")
-        if not isinstance(value, kind) or isinstance(value, bool):
-            also = " or None" if self.optional else ""
-            raise TypeError(f"{name} is {value!r}; it must be {word}{also}")
-        number: Any = value  # Real itself cannot be compared, as far as types go
-        inside = self.low < number if self.open_low else self.low <= number
-        # Infinity is no limit that anything could be computed with.
-        if not (inside and number <= self.high and (self.integer or math.isfinite(number))):
-            end = "" if math.isinf(self.high) else f" and at most {self.high:g}"
-            least = "above" if self.open_low else "at least"
-            raise ValueError(f"{name} is {value}; it must be {least} {self.low:g}{end}")
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """One of a few values."""
-
-    allowed: tuple[Any, ...]
-
-    def __call__(self, name: str, value: Any) -> None:
-        """Raise ValueError unless ``value`` is one of them."""
-        if value not in self.allowed:
-            raise ValueError(
-                f"{name} is {value!r}; it must be one of {', '.join(map(repr, self.allowed))}"
-            )
-
-
-@dataclass(frozen=True)
-class Kind:
-    """An object of a class, or None."""
-
-    kind: type
-    remedy: str
-
-    def __call__(self, name: str, value: Any) -> None:
-        """Raise TypeError unless ``value`` is one."""
-        if value is not None and not isinstance(value, self.kind):
-            raise TypeError(f"{name} is {value!r}; it must be {self.remedy} or None")
-
-
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be True or False")
 
 
 def _clip_coef(name: str, value: Any) -> None:
@@ -176,15 +116,12 @@ def _hp_config(name: str, value: Any) -> None:
             rule(f"limit of {parameter} in {name}", value[parameter].dtype(limit))
 
 
-COUNT = Number(1, integer=True)
-OPTIONAL_COUNT = Number(1, integer=True, optional=True)
-
 RULES: dict[str, Callable[[str, Any], None]] = {
     "pad_token_id": _pad_token_id,
     "pad_token": _pad_token,
     "model_name": _text,
     "actor_network": _actor_network,
-    "model_config": Kind(dict, "a dict of keyword arguments for from_pretrained"),
+    "model_config": InstanceOf(dict, "a dict of keyword arguments for from_pretrained"),
     "hp_config": _hp_config,
     "index": Number(0, integer=True),
     "batch_size": COUNT,
@@ -199,45 +136,45 @@ RULES: dict[str, Callable[[str, Any], None]] = {
     "top_p": Number(0, 1, open_low=True),
     "top_k": Number(0, integer=True, optional=True),
     "min_p": Number(0, 1),
-    "use_memory_efficient_params": _flag,
-    "calc_position_embeddings": _flag,
+    "use_memory_efficient_params": FLAG,
+    "calc_position_embeddings": FLAG,
     "micro_batch_size_per_gpu": OPTIONAL_COUNT,
     "max_output_tokens": OPTIONAL_COUNT,
     "min_output_tokens": Number(0, integer=True, optional=True),
     "max_model_len": Number(2, integer=True, optional=True),
     "hf_generate_chunk_size": OPTIONAL_COUNT,
-    "lora_config": Kind(LoraConfig, "a peft.LoraConfig"),
-    "cosine_lr_schedule_config": Kind(CosineLRScheduleConfig, "a CosineLRScheduleConfig"),
+    "lora_config": InstanceOf(LoraConfig, "a peft.LoraConfig"),
+    "cosine_lr_schedule_config": InstanceOf(CosineLRScheduleConfig, "a CosineLRScheduleConfig"),
     "accelerator": check_accelerator,
     "device": _device,
-    "wrap": _flag,
-    "clone": _flag,
-    "use_vllm": _flag,
+    "wrap": FLAG,
+    "clone": FLAG,
+    "use_vllm": FLAG,
     "seed": Number(0, 2**63 - 1, integer=True),
-    "gradient_checkpointing": _flag,
+    "gradient_checkpointing": FLAG,
     "torch_compiler": OneOf((None, *COMPILE_MODES)),
-    "use_liger_loss": _flag,
-    "use_kl_advantage_shaping": _flag,
+    "use_liger_loss": FLAG,
+    "use_kl_advantage_shaping": FLAG,
     "adv_norm": OneOf(("mean_std", "mean_only")),
     "loss_type": OneOf(tuple(LOSS_TABLE)),
     "importance_sampling_level": OneOf((None, *RATIO_LEVELS)),
     "advantage_granularity": OneOf(GRANULARITIES),
     "action_granularity": OneOf((None, *GRANULARITIES)),
-    "use_separate_reference_adapter": _flag,
-    "whiten_advantages": _flag,
+    "use_separate_reference_adapter": FLAG,
+    "whiten_advantages": FLAG,
     "adv_clip_range": Number(0, open_low=True, optional=True),
-    "filter_zero_adv": _flag,
+    "filter_zero_adv": FLAG,
     "adv_filter_eps": Number(0),
-    "reduce_memory_peak": _flag,
-    "use_fused_linear_logprobs": _flag,
-    "cast_logprobs_to_fp32": _flag,
+    "reduce_memory_peak": FLAG,
+    "use_fused_linear_logprobs": FLAG,
+    "cast_logprobs_to_fp32": FLAG,
     "fused_logprobs_chunk_rows": OPTIONAL_COUNT,
-    "activation_offload": _flag,
+    "activation_offload": FLAG,
     "lora_target_scope": _text,
     "fused_loss_chunk_rows": OPTIONAL_COUNT,
-    "vllm_importance_sampling_correction": _flag,
+    "vllm_importance_sampling_correction": FLAG,
     "vllm_importance_sampling_cap": Number(0, open_low=True),
-    "use_sequence_packing": _flag,
+    "use_sequence_packing": FLAG,
     "loss_reduction": OneOf((None, *REDUCTIONS)),
 }
 

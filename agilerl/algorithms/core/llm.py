@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from peft import PeftModel
 
-from agilerl.algorithms.core import agent_checkpoints
-from agilerl.algorithms.core.accelerators import rank_micro_batch_size
-from agilerl.algorithms.core.acting import action_result, evaluate, unpadded_prompts
+from agilerl.algorithms.checkpoint import save_and_load
+from agilerl.algorithms.core.actions import action_result, evaluate, unpadded_prompts
+from agilerl.algorithms.core.build_policy import build_policy, context_length, eos_token_ids
 from agilerl.algorithms.core.evolvable import EvolvableAlgorithm
-from agilerl.algorithms.core.network import build_policy, context_length, eos_token_ids
 from agilerl.algorithms.core.registry import NetworkGroup, OptimizerConfig
+from agilerl.distributed import ranks_of
 from agilerl.llm.adapters import copy_adapter
 from agilerl.llm.config import CosineLRScheduleConfig, ForwardConfig, SamplingConfig
+from agilerl.llm.engine.accelerator_config import rank_micro_batch_size
 from agilerl.llm.engine.build import build_engine
 from agilerl.llm.engine.local import LocalEngine, cosine_schedule, set_learning_rate
-from agilerl.llm.engine.ranks import ranks_of
 from agilerl.llm.generation import Generator
 from agilerl.llm.generation.hf import HFGenerator
 from agilerl.llm.policy import Policy
@@ -392,7 +392,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
     def save_checkpoint(
         self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
     ) -> None:
-        """Write a checkpoint directory atomically; what it holds: :mod:`agilerl.llm.checkpoint`.
+        """Write a checkpoint directory atomically; contents: :mod:`agilerl.llm.checkpoint.grid`.
 
         Args:
             path: The directory; an earlier checkpoint there is replaced.
@@ -402,7 +402,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
         Raises:
             FileExistsError: If ``path`` holds something that is not a checkpoint.
         """
-        agent_checkpoints.save(self, Path(path), lora_only=lora_only, save_optimizer=save_optimizer)
+        save_and_load.save(self, Path(path), lora_only=lora_only, save_optimizer=save_optimizer)
 
     def load_checkpoint(
         self,
@@ -427,7 +427,7 @@ class LLMAlgorithm(EvolvableAlgorithm):
             FileNotFoundError: If there is no checkpoint.
             ValueError: If the LoRA configs differ, each field listed, or a file is damaged.
         """
-        agent_checkpoints.load_into(
+        save_and_load.load_into(
             self,
             Path(path),
             load_optimizer=load_optimizer,
@@ -452,4 +452,4 @@ class LLMAlgorithm(EvolvableAlgorithm):
             actor_network: The base model, where the checkpoint recorded neither a name to load
                 nor the full actor.
         """
-        return agent_checkpoints.rebuild(cls, Path(path), device, accelerator, actor_network)
+        return save_and_load.rebuild(cls, Path(path), device, accelerator, actor_network)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from agilerl.llm.engine.ranks import Ranks
+from agilerl.distributed import Ranks
 
 
 class Engine(Protocol):

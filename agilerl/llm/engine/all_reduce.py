@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from agilerl.distributed import Ranks
 from agilerl.llm.config import CosineLRScheduleConfig
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.engine.ranks import Ranks
 
 
 class AllReduceEngine(LocalEngine):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from agilerl.distributed import ranks_of
 from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.llm.engine.accelerator_config import deepspeed_config
 from agilerl.llm.engine.all_reduce import AllReduceEngine
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.engine.ranks import ranks_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -38,12 +39,6 @@ def build_engine(
         from agilerl.llm.engine.zero import ZeroEngine
 
         return ZeroEngine(parameters, lr, schedule, ranks, section)
-    if ranks.count == 1:
+    if ranks.world_size == 1:
         return LocalEngine(parameters, lr, schedule)
     return AllReduceEngine(parameters, lr, schedule, ranks)
-
-
-def deepspeed_config(accelerator: Accelerator | None) -> dict[str, Any]:
-    """The accelerator's DeepSpeed configuration; empty without a plugin."""
-    plugin = None if accelerator is None else accelerator.deepspeed_plugin
-    return {} if plugin is None else plugin.deepspeed_config

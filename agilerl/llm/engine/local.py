@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
+from agilerl.distributed import Ranks
 from agilerl.llm.config import CosineLRScheduleConfig
-from agilerl.llm.engine.ranks import Ranks
 
 
 def cosine_schedule(

@@ -18,10 +18,10 @@ import deepspeed
 import torch
 from torch import nn
 
+from agilerl.distributed import Ranks
+from agilerl.llm.checkpoint.optimizer_shards import Fragment, Shard
 from agilerl.llm.config import CosineLRScheduleConfig
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.engine.ranks import Ranks
-from agilerl.llm.optimizer_shards import Fragment, Shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -80,7 +80,7 @@ class ZeroEngine(LocalEngine):
         zero.refresh_fp32_params()
         # DeepSpeed averages over ranks; what is wanted is the sum.
         gradients = [
-            torch.zeros_like(p) if p.grad is None else p.grad * self.ranks.count
+            torch.zeros_like(p) if p.grad is None else p.grad * self.ranks.world_size
             for p in self.parameters
         ]
         handed = zip(self.handles, gradients, strict=True)
@@ -227,7 +227,7 @@ def _config(section: Mapping[str, Any], ranks: Ranks, size: int) -> dict[str, An
     offload = dict(section.get("offload_optimizer") or {"device": "none"})
     even = size + size % 2
     return {
-        "train_batch_size": ranks.count,
+        "train_batch_size": ranks.world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": 2**31,

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from agilerl.llm.atomic_directory import (
+from agilerl.distributed import Ranks
+from agilerl.llm.checkpoint.atomic_directory import (
     lock_directory,
     sync_directory,
     sync_tree,
     unlock_directory,
 )
-from agilerl.llm.engine.ranks import Ranks
-from agilerl.training.plain_json import write_json
-from agilerl.training.protocols import Agent
-from agilerl.training.run_checkpoint import (
+from agilerl.training.checkpoint.locks import lock_for_a_run
+from agilerl.training.checkpoint.plain_json import write_json
+from agilerl.training.checkpoint.run_checkpoint import (
     PARTIAL,
     STATE_FILE,
     RunCheckpoint,
@@ -29,7 +29,7 @@ from agilerl.training.run_checkpoint import (
     prune_checkpoints,
     write_sums,
 )
-from agilerl.training.run_locks import lock_for_a_run
+from agilerl.training.protocols import Agent
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class RunDirectory:
         self.name = name
         self._ranks = Ranks() if ranks is None else ranks
         self._lock: int | None = None
-        self.path = self._ranks.first(lambda: self._take(path, resumed))
+        self.path = self._ranks.on_rank_zero(lambda: self._take(path, resumed))
 
     def _take(self, path: str | Path | None, resumed: RunCheckpoint | None) -> Path:
         taken = _make_unused(Path("runs") / self.name) if path is None else Path(path)
@@ -107,7 +107,7 @@ class RunDirectory:
             write_json(partial, config, exact=False)
             partial.replace(self.path / "config.json")
 
-        self._ranks.first(write)
+        self._ranks.on_rank_zero(write)
 
     def newest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint, None if there is none."""
@@ -118,8 +118,8 @@ class RunDirectory:
     ) -> Path:
         """Save every agent to ``<name>/agent_<index>`` and the state to ``<name>/run_state.json``.
 
-        What a checkpoint holds: :mod:`agilerl.training.run_checkpoint`. One that exists already is
-        left as it is.
+        What a checkpoint holds: :mod:`agilerl.training.checkpoint.run_checkpoint`. One that exists
+        already is left as it is.
 
         Returns:
             The checkpoint's folder.
@@ -130,7 +130,7 @@ class RunDirectory:
         """
         target = self.path / name
         partial = self.path / f"{name}{PARTIAL}"
-        if self._ranks.first(target.exists):
+        if self._ranks.on_rank_zero(target.exists):
             return target
 
         def make_room() -> None:
@@ -148,10 +148,10 @@ class RunDirectory:
 
         with _noting(agents, target):
             try:
-                self._ranks.first(make_room)
+                self._ranks.on_rank_zero(make_room)
                 for agent in agents:
                     agent.save_checkpoint(partial / f"agent_{agent.index}")
-                self._ranks.first(complete)
+                self._ranks.on_rank_zero(complete)
             except BaseException:
                 if self._ranks.rank == 0:
                     shutil.rmtree(partial, ignore_errors=True)

@@ -14,8 +14,8 @@ False      False           yes        ``attributes.pt`` with the full actor
 =========  ==============  =========  ==========================================================
 
 ``<role>/`` are PEFT directories, ``save_checkpoint/`` holds the optimizer in one file per process
-(:mod:`agilerl.llm.optimizer_shards`). ``attributes.pt`` always holds the agent's attributes, as
-numbers, strings, lists and tensors only. Every cell loads into every agent.
+(:mod:`agilerl.llm.checkpoint.optimizer_shards`). ``attributes.pt`` always holds the agent's
+attributes, as numbers, strings, lists and tensors only. Every cell loads into every agent.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from transformers import GenerationConfig
 
-from agilerl.llm.adapter_files import adapter_state_dict, save_adapter
-from agilerl.llm.atomic_directory import atomic_directory
-from agilerl.llm.base_weights import base_state_dict
+from agilerl.distributed import Ranks
+from agilerl.llm.checkpoint.adapter_files import adapter_state_dict, save_adapter
+from agilerl.llm.checkpoint.atomic_directory import atomic_directory
+from agilerl.llm.checkpoint.base_weights import base_state_dict
+from agilerl.llm.checkpoint.optimizer_shards import read_shards, write_shard
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.engine.ranks import Ranks
-from agilerl.llm.optimizer_shards import read_shards, write_shard
 from agilerl.llm.policy import Policy
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def full_actor(saved: Saved) -> Part:
         }
 
     with saved.policy.base.whole():
-        return Part(saved.ranks.together(read))
+        return Part(saved.ranks.on_all_ranks(read))
 
 
 def whole_optimizer(saved: Saved) -> Part:
@@ -129,9 +129,9 @@ def whole_optimizer(saved: Saved) -> Part:
 def sharded_optimizer(saved: Saved) -> Part:
     """The same, with every process's moments in a file of its own."""
     engine, ranks = cast("ZeroEngine", saved.engine), saved.ranks
-    shard = ranks.together(engine.shard)
+    shard = ranks.on_all_ranks(engine.shard)
     return Part(
-        {"optimizer": engine.settings_dict(), "optimizer_shards": ranks.count},
+        {"optimizer": engine.settings_dict(), "optimizer_shards": ranks.world_size},
         lambda folder: write_shard(folder, ranks.rank, shard),
     )
 
@@ -184,11 +184,11 @@ def save_checkpoint(
             _save_attributes(content, folder / ATTRIBUTES_FILE)
 
     with contextlib.ExitStack() as directory:  # rank 0's
-        folder = ranks.first(
+        folder = ranks.on_rank_zero(
             lambda: directory.enter_context(atomic_directory(path, ATTRIBUTES_FILE))
         )
-        ranks.together(lambda: write(folder))
-        ranks.first(directory.close)
+        ranks.on_all_ranks(lambda: write(folder))
+        ranks.on_rank_zero(directory.close)
 
 
 def _save_attributes(content: dict[str, Any], file: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from agilerl.algorithms.core.plain_values import decode_arguments, decode_value
-from agilerl.llm import checkpoint
-from agilerl.llm.adapter_files import ADAPTER_FILE, LoadedAdapter, load_adapter
-from agilerl.llm.atomic_directory import read_directory
-from agilerl.llm.base_weights import adapter_part
-from agilerl.llm.engine.ranks import Ranks
+from agilerl.algorithms.checkpoint.plain_values import decode_arguments, decode_value
+from agilerl.distributed import Ranks
+from agilerl.llm.checkpoint import grid
+from agilerl.llm.checkpoint.adapter_files import ADAPTER_FILE, LoadedAdapter, load_adapter
+from agilerl.llm.checkpoint.atomic_directory import read_directory
+from agilerl.llm.checkpoint.base_weights import adapter_part
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class CheckpointContent:
         """
         states = self.attributes.get("rng_states") or [self.attributes["rng_state"]]
         try:
-            if len(states) == ranks.count:
+            if len(states) == ranks.world_size:
                 return torch.Generator().set_state(states[ranks.rank])
             first: torch.Tensor = self.attributes["rng_state"]
             if ranks.rank == 0:
@@ -70,7 +70,7 @@ class CheckpointContent:
                     "the checkpoint is of %d processes and read by %d: sampling goes on "
                     "differently",
                     len(states),
-                    ranks.count,
+                    ranks.world_size,
                 )
                 return torch.Generator().set_state(first)
             # Not all ranks may sample the same.
@@ -91,7 +91,7 @@ def read_content(path: Path, ranks: Ranks, *, load_optimizer: bool) -> Checkpoin
         ValueError: If it is damaged.
     """
     path = path.expanduser()
-    return ranks.together(lambda: _read(path, load_optimizer))
+    return ranks.on_all_ranks(lambda: _read(path, load_optimizer))
 
 
 def _read(path: Path, load_optimizer: bool) -> CheckpointContent:
@@ -99,12 +99,12 @@ def _read(path: Path, load_optimizer: bool) -> CheckpointContent:
         return CheckpointContent(path, {"actor": load_adapter(path)}, {}, None)
 
     def read(folder: Path) -> CheckpointContent:
-        attributes = checkpoint.load_attributes(folder)
+        attributes = grid.load_attributes(folder)
         adapters = ADAPTERS_OF[attributes["lora_only"]](folder, attributes)
-        optimizer = checkpoint.load_optimizer(folder, attributes) if load_optimizer else None
+        optimizer = grid.load_optimizer(folder, attributes) if load_optimizer else None
         return CheckpointContent(path, adapters, attributes, optimizer)
 
-    return read_directory(path, checkpoint.ATTRIBUTES_FILE, read)
+    return read_directory(path, grid.ATTRIBUTES_FILE, read)
 
 
 def _from_folders(folder: Path, attributes: Mapping[str, Any]) -> dict[str, LoadedAdapter]:

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from agilerl.llm.adapter_files import LoadedAdapter, adapter_state_dict
+from agilerl.llm.checkpoint.adapter_files import LoadedAdapter, adapter_state_dict
 from agilerl.llm.policy import Policy
 
 logger = logging.getLogger(__name__)

@@ -32,8 +32,8 @@ from deepspeed.runtime.zero.partition_parameters import (
 from torch import nn
 from transformers import PreTrainedModel
 
-from agilerl.llm.engine.partition_facts import is_partitioned
-from agilerl.llm.engine.ranks import Ranks
+from agilerl.distributed import Ranks
+from agilerl.llm.engine.partition_checks import is_partitioned
 
 
 def _empty_stack(*_: Any) -> None:
@@ -101,7 +101,7 @@ class PartitionedBase:
         self._in_step = False
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
-            "train_batch_size": ranks.count,
+            "train_batch_size": ranks.world_size,
             "zero_optimization": {"stage": 3},
         }
         # Nothing is fetched ahead and nothing kept: layers run in one order in rollouts, in another

@@ -11,18 +11,17 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
-from agilerl.llm.adapter_files import adapter_state_dict
+from agilerl.distributed import Ranks, ranks_of
 from agilerl.llm.adapters import default_lora_config, scope_lora_config
-from agilerl.llm.engine.partition_facts import (
-    full_shape,
+from agilerl.llm.checkpoint.adapter_files import adapter_state_dict
+from agilerl.llm.checkpoint.lora_merging import check_same_config, load_adapter
+from agilerl.llm.engine.accelerator_config import (
     gathers_for_generation,
-    is_partitioned,
     offloads_base,
     partitions_base,
 )
-from agilerl.llm.engine.ranks import Ranks, ranks_of
+from agilerl.llm.engine.partition_checks import full_shape, is_partitioned
 from agilerl.llm.generation.hf import check_cache
-from agilerl.llm.lora_merge import check_same_config, load_adapter
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase, load_base
 

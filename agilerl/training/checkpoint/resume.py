@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agilerl.algorithms.core.checkpoint_content import DamagedCheckpointError
-from agilerl.algorithms.core.exact_restore import (
+from agilerl.algorithms.checkpoint.content import DamagedCheckpointError
+from agilerl.algorithms.checkpoint.resume import (
     SavedAgent,
     read_saved_agent,
 )
-from agilerl.llm.engine.ranks import Ranks
-from agilerl.training.protocols import Agent, Collector
-from agilerl.training.run_checkpoint import (
+from agilerl.distributed import Ranks
+from agilerl.training.checkpoint.run_checkpoint import (
     RunCheckpoint,
     damaged,
     read_checkpoint,
 )
+from agilerl.training.protocols import Agent, Collector
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ def read_resume(
     Raises:
         ValueError: If a file is damaged, or it is a checkpoint of other agents or environments.
     """
-    checkpoint, environments = ranks.together(lambda: _read_run(path, agents, collectors, env_name))
+    checkpoint, environments = ranks.on_all_ranks(
+        lambda: _read_run(path, agents, collectors, env_name)
+    )
     return Resume(checkpoint, [_read_agent(checkpoint, agent) for agent in agents], environments)
 
 

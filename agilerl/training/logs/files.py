@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
 
-from agilerl.training.line_file import LineFile
+from agilerl.training.logs.line_file import LineFile
 from agilerl.training.protocols import Row, Sample
 
 logger = logging.getLogger(__name__)

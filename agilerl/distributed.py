@@ -1,4 +1,4 @@
-"""The processes that train together: who this one is, and the few collectives an update needs."""
+"""The processes that train together: rank, world size, and the collectives used in training."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """A single process; also what others answer to.
+    """A single process, and the interface of several (:class:`DistributedRanks`).
 
     Every method is a collective: all ranks must call it, in the same order.
     """
 
     rank: int = 0
-    count: int = 1
+    world_size: int = 1
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, the same on each, in a new tensor."""
@@ -39,15 +39,15 @@ class Ranks:
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors with those of rank 0."""
 
-    def first(self, action: Callable[[], T]) -> T:
+    def on_rank_zero(self, action: Callable[[], T]) -> T:
         """What ``action`` returns (a small picklable value) on rank 0, the only one to run it.
 
         An exception there is raised on every rank, so that all go on from the same place.
         """
-        value = self.together(lambda: action() if self.rank == 0 else None)
+        value = self.on_all_ranks(lambda: action() if self.rank == 0 else None)
         return cast(T, self.gather(value)[0])
 
-    def together(self, action: Callable[[], T]) -> T:
+    def on_all_ranks(self, action: Callable[[], T]) -> T:
         """What ``action`` returns on this rank; every rank runs it, and none communicates in it.
 
         An exception on any rank is raised on every rank, so that all go on from the same place.
@@ -56,7 +56,7 @@ class Ranks:
         try:
             value = action()
         except Exception as raised:
-            if self.count == 1:
+            if self.world_size == 1:
                 raise
             error = raised
         sent = None if error is None else _picklable(error)
@@ -66,7 +66,7 @@ class Ranks:
         return cast(T, value)
 
 
-class ProcessRanks(Ranks):
+class DistributedRanks(Ranks):
     """The processes of torch's default process group.
 
     Args:
@@ -75,7 +75,7 @@ class ProcessRanks(Ranks):
 
     def __init__(self, device: torch.device) -> None:
         self.rank = torch.distributed.get_rank()
-        self.count = torch.distributed.get_world_size()
+        self.world_size = torch.distributed.get_world_size()
         self.device = device
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class ProcessRanks(Ranks):
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value."""
-        values: list[Any] = [None] * self.count
+        values: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(values, value)
         return values
 
@@ -124,7 +124,7 @@ def ranks_of(accelerator: Accelerator | None) -> Ranks:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if accelerator is None or not distributed or torch.distributed.get_world_size() == 1:
         return Ranks()
-    return ProcessRanks(accelerator.device)
+    return DistributedRanks(accelerator.device)
 
 
 def mean_and_std(values: torch.Tensor, ranks: Ranks) -> tuple[int, float, float]:

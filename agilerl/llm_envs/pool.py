@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from agilerl.llm_envs.base import shorten
-from agilerl.llm_envs.calls import CallOutcome, CallPool
+from agilerl.llm_envs.timeouts import CallOutcome, CallPool
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
 from agilerl.typing import MultiTurnEnv
 
@@ -22,7 +22,7 @@ CLOSE_SECONDS = 10.0
 _MEMBERS = ("reset", "step", "get_episode_data", "close")
 
 
-class EnvironmentSlots:
+class EnvironmentPool:
     """One environment per place in a batch.
 
     Args:

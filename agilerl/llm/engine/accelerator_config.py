@@ -1,15 +1,20 @@
-"""The ``accelerator`` argument: what is accepted, and what it means for batch sizes."""
+"""Everything that reads an Accelerate or DeepSpeed configuration.
+
+Nothing here needs DeepSpeed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from agilerl.llm.engine.build import deepspeed_config
-from agilerl.llm.engine.partition_facts import zero_section
-from agilerl.llm.engine.ranks import ranks_of
+from agilerl.distributed import ranks_of
+
+# Where the DeepSpeed configuration says what DeepSpeed itself has no setting for.
+SECTION, GATHER = "agilerl", "gather_for_generation"
 
 DATA_PARALLEL = (
     DistributedType.NO,
@@ -19,6 +24,65 @@ DATA_PARALLEL = (
     DistributedType.MULTI_NPU,
     DistributedType.DEEPSPEED,
 )
+
+
+def deepspeed_config(accelerator: Accelerator | None) -> dict[str, Any]:
+    """The accelerator's DeepSpeed configuration; empty without a plugin."""
+    plugin = None if accelerator is None else accelerator.deepspeed_plugin
+    return {} if plugin is None else plugin.deepspeed_config
+
+
+def zero_section(accelerator: Accelerator | None) -> dict[str, Any]:
+    """The accelerator's ``zero_optimization``; empty without DeepSpeed."""
+    section: dict[str, Any] = deepspeed_config(accelerator).get("zero_optimization", {})
+    return section
+
+
+def partitions_base(accelerator: Accelerator | None) -> bool:
+    """Whether the frozen base is to be partitioned: ZeRO stage 3, and several processes."""
+    return zero_section(accelerator).get("stage") == 3 and ranks_of(accelerator).world_size > 1
+
+
+def offloads_base(accelerator: Accelerator | None) -> bool:
+    """Whether this process's part of the base is to be kept in CPU memory."""
+    return (zero_section(accelerator).get("offload_param") or {}).get("device") == "cpu"
+
+
+def gathers_for_generation(accelerator: Accelerator | None) -> bool:
+    """Whether rollouts put the whole partitioned base together, as they do by default.
+
+    The DeepSpeed configuration says so in a section of its own, which DeepSpeed does not read:
+    ``{"agilerl": {"gather_for_generation": false}}``.
+
+    Raises:
+        TypeError: The section is no dict, or the setting no bool.
+        ValueError: The section holds another setting, or it is False although nothing is
+            partitioned.
+    """
+    section = deepspeed_config(accelerator).get(SECTION, {})
+    if not isinstance(section, Mapping):
+        raise TypeError(
+            f"the DeepSpeed configuration's {SECTION!r} is {section!r}; it must be a dict, such as "
+            f'{{"{GATHER}": false}}'
+        )
+    unknown = sorted(set(section) - {GATHER})
+    if unknown:
+        raise ValueError(
+            f"the DeepSpeed configuration's {SECTION!r} holds {unknown}; only {GATHER!r} is known"
+        )
+    gathers = section.get(GATHER, True)
+    if not isinstance(gathers, bool):
+        raise TypeError(
+            f"{GATHER} in the DeepSpeed configuration's {SECTION!r} is {gathers!r}; it must be "
+            "true or false"
+        )
+    stage = zero_section(accelerator).get("stage", 0)
+    if not gathers and stage != 3:
+        raise ValueError(
+            f"{GATHER} is False, but the base is not partitioned with ZeRO stage {stage}; use "
+            "stage 3, or leave it out"
+        )
+    return gathers
 
 
 def check_accelerator(name: str, value: Any) -> None:
@@ -41,7 +105,7 @@ def check_accelerator(name: str, value: Any) -> None:
             f"{name} is set up for {value.distributed_type.value}, which is not supported; use a "
             "plain Accelerator, or one with a DeepSpeed plugin of zero_stage 0, 1, 2 or 3"
         )
-    processes = ranks_of(value).count
+    processes = ranks_of(value).world_size
     if processes not in (1, value.num_processes):
         raise ValueError(
             f"{name} counts {value.num_processes} process of {processes}, as Accelerate does on "
@@ -95,7 +159,7 @@ def rank_batch_size(batch_size: int, accelerator: Accelerator | None) -> int:
     Raises:
         ValueError: They do not divide.
     """
-    ranks = ranks_of(accelerator).count
+    ranks = ranks_of(accelerator).world_size
     if batch_size % ranks:
         raise ValueError(
             f"batch_size is {batch_size}; it counts the sequences of an optimizer step over all "

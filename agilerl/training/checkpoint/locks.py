@@ -17,7 +17,7 @@ def lock_for_a_run(
     Args:
         argument: Name of the argument that says where it is.
         path: What to lock.
-        lock: Locks it, as :func:`agilerl.llm.atomic_directory.lock_directory` does.
+        lock: Locks it, as :func:`agilerl.llm.checkpoint.atomic_directory.lock_directory` does.
         consequence: What two runs would do there.
 
     Returns:

@@ -11,13 +11,13 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from agilerl.llm.engine.ranks import Ranks
+from agilerl.distributed import Ranks
 from agilerl.llm.update import NonFiniteUpdateError
-from agilerl.training.elite import Elite
+from agilerl.training.checkpoint.elite import Elite
+from agilerl.training.checkpoint.run_checkpoint import checkpoint_name
+from agilerl.training.checkpoint.run_directory import RunDirectory
+from agilerl.training.logs.run_log import RunLog
 from agilerl.training.protocols import Agent
-from agilerl.training.run_checkpoint import checkpoint_name
-from agilerl.training.run_directory import RunDirectory
-from agilerl.training.run_logging import RunLog
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +94,9 @@ class Saver:
             return
         # On several ranks the others may be anywhere, and saving takes all of them; only this
         # error is known to be raised on all.
-        if self.ranks.count > 1 and not isinstance(error, NonFiniteUpdateError):
+        if self.ranks.world_size > 1 and not isinstance(error, NonFiniteUpdateError):
             error.add_note(
-                f"Process {self.ranks.rank} of {self.ranks.count} ended with this error in "
+                f"Process {self.ranks.rank} of {self.ranks.world_size} ended with this error in "
                 f"iteration {iteration}; if another process died, which raises errors in the "
                 f"others, the launcher names it. The newest checkpoint: {self._newest()}"
             )

@@ -1,6 +1,6 @@
 """Agents to checkpoints and back.
 
-The files are :mod:`agilerl.llm.checkpoint`'s business, reading them ``checkpoint_content``'s.
+The files are :mod:`agilerl.llm.checkpoint.grid`'s business, reading them ``checkpoint_content``'s.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from agilerl.algorithms.core.checkpoint_content import CheckpointContent, read_content
-from agilerl.algorithms.core.plain_values import decode_value, encode_arguments, encode_value
-from agilerl.llm import checkpoint, lora_merge
-from agilerl.llm.adapter_files import LoadedAdapter
-from agilerl.llm.base_weights import base_part, changed_base, overwrite_base
+from agilerl.algorithms.checkpoint.content import CheckpointContent, read_content
+from agilerl.algorithms.checkpoint.plain_values import decode_value, encode_arguments, encode_value
+from agilerl.distributed import ranks_of
+from agilerl.llm.checkpoint import grid, lora_merging
+from agilerl.llm.checkpoint.adapter_files import LoadedAdapter
+from agilerl.llm.checkpoint.base_weights import base_part, changed_base, overwrite_base
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.engine.ranks import ranks_of
 from agilerl.llm.shared_base import load_base
 
 logger = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ def save(agent: LLMAlgorithm, path: Path, *, lora_only: bool, save_optimizer: bo
     ranks = ranks_of(agent.accelerator)
     attributes = _attributes(agent)
     attributes["rng_states"] = ranks.gather(attributes["rng_state"])
-    checkpoint.save_checkpoint(
+    grid.save_checkpoint(
         path,
         attributes,
-        checkpoint.Saved(agent.policy, agent.engine, ranks),
+        grid.Saved(agent.policy, agent.engine, ranks),
         lora_only=lora_only,
         save_optimizer=save_optimizer,
     )
@@ -95,7 +95,7 @@ def _load_content(
             "the base model",
             content.path,
         )
-    roles = {r: lora_merge.with_live_targets(agent.policy, a) for r, a in roles.items()}
+    roles = {r: lora_merging.with_live_targets(agent.policy, a) for r, a in roles.items()}
     full = content.attributes.get("actor_state_dict")
     base = {} if full is None else changed_base(agent.policy, full)
     if full is None:
@@ -103,19 +103,19 @@ def _load_content(
     merged = _merged_config(agent, roles, merge)
     rebuilt: AbstractContextManager[None] = nullcontext()
     if merged is not None:
-        rebuilt = lora_merge.rebuilt_adapters(agent.policy, merged, agent.seed)
+        rebuilt = lora_merging.rebuilt_adapters(agent.policy, merged, agent.seed)
         optimizer = None
     # All that may be refused is refused in here, before the first weight is written.
     with rebuilt:
         fitted = {
-            role: lora_merge.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
+            role: lora_merging.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
             for role, adapter in roles.items()
         }
         engine = None if optimizer is None else restored_engine(agent, optimizer)
 
     overwrite_base(agent.policy, base)
     for role, tensors in fitted.items():
-        lora_merge.write_adapter(agent.policy, role, tensors)
+        lora_merging.write_adapter(agent.policy, role, tensors)
     agent.lora_config = agent.policy.lora_config
     if engine is not None:
         agent.engine.close()
@@ -156,7 +156,7 @@ def rebuild(
             "the version that saved it"
         )
     if actor_network is None:
-        actor_network = ranks.together(lambda: _base_from(content, arguments, device))
+        actor_network = ranks.on_all_ranks(lambda: _base_from(content, arguments, device))
     arguments |= {"actor_network": actor_network, "device": device, "accelerator": accelerator}
     agent = cls(**arguments)
     _load_content(
@@ -209,10 +209,10 @@ def _merged_config(
     live = agent.policy.lora_config
     if not merge:
         for adapter in roles.values():
-            lora_merge.check_same_config(live, adapter.config)
+            lora_merging.check_same_config(live, adapter.config)
         return None
-    merged = lora_merge.merge_configs(live, roles["actor"].config)
-    return merged if lora_merge.differing_fields(live, merged) else None
+    merged = lora_merging.merge_configs(live, roles["actor"].config)
+    return merged if lora_merging.differing_fields(live, merged) else None
 
 
 def restored_engine(agent: LLMAlgorithm, state: Any) -> LocalEngine:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from agilerl.llm.atomic_directory import (
+from agilerl.distributed import Ranks
+from agilerl.llm.checkpoint.atomic_directory import (
     complete_directory,
     holds_directory,
     lock_name,
@@ -16,10 +17,9 @@ from agilerl.llm.atomic_directory import (
     refuse_to_replace,
     unlock_name,
 )
-from agilerl.llm.checkpoint import ATTRIBUTES_FILE
-from agilerl.llm.engine.ranks import Ranks
+from agilerl.llm.checkpoint.grid import ATTRIBUTES_FILE
+from agilerl.training.checkpoint.locks import lock_for_a_run
 from agilerl.training.protocols import Agent
-from agilerl.training.run_locks import lock_for_a_run
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Elite:
         self.saved = False
         """Whether this run has saved its best agent there."""
         self._lock: int | None = None
-        self._ranks.first(self._take)
+        self._ranks.on_rank_zero(self._take)
 
     def _take(self) -> None:
         try:
@@ -77,7 +77,7 @@ class Elite:
             return self._noted_run() == self.run
 
         # Decided by one process: the same place may have another name on another machine.
-        self.saved = self._ranks.first(is_of_this_run)
+        self.saved = self._ranks.on_rank_zero(is_of_this_run)
 
     def _noted_run(self) -> str | None:
         try:
@@ -110,10 +110,10 @@ class Elite:
         Raises:
             FileExistsError: If ``path`` holds something that is not a checkpoint.
         """
-        if self.saved or self._ranks.first(lambda: self._make_room(trained)):
+        if self.saved or self._ranks.on_rank_zero(lambda: self._make_room(trained)):
             agent.save_checkpoint(self.path)
             self.saved = True
-            self._ranks.first(self._note_run)
+            self._ranks.on_rank_zero(self._note_run)
 
     def _make_room(self, trained: bool) -> bool:
         """Move an earlier run's elite out of the way; False: it stays, and nothing is saved."""

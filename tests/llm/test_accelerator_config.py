@@ -14,7 +14,8 @@ from accelerate.utils import DeepSpeedPlugin
 from model_families import FAMILIES, make_family
 from torch import nn
 
-from agilerl.llm.engine.partition_facts import check_every_layer_runs, gathers_for_generation
+from agilerl.llm.engine.accelerator_config import gathers_for_generation
+from agilerl.llm.engine.partition_checks import check_every_layer_runs
 from agilerl.testing import tiny_model
 from agilerl.utils.llm_utils import create_llm_accelerator
 

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from agilerl.training.log_files import (
+from agilerl.training.logs.files import (
     COMPLETIONS_FILE,
     METRICS_FILE,
     CompletionsFile,
     MetricsCsv,
 )
+from agilerl.training.logs.progress_bar import ProgressBar
+from agilerl.training.logs.sinks import TensorBoardSink, WandbSink
 from agilerl.training.options import LoopOptions
-from agilerl.training.progress_bar import ProgressBar
 from agilerl.training.protocols import Row, Sample
-from agilerl.training.trackers import TensorBoardSink, WandbSink
 
 logger = logging.getLogger(__name__)
 

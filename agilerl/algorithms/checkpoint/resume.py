@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agilerl.algorithms.core.accelerators import rank_batch_size
-from agilerl.algorithms.core.agent_checkpoints import restored_engine
-from agilerl.algorithms.core.checkpoint_content import DamagedCheckpointError, read_content
-from agilerl.algorithms.core.plain_values import decode_arguments, encode_arguments
-from agilerl.llm import lora_merge
-from agilerl.llm.engine.ranks import ranks_of
+from agilerl.algorithms.checkpoint.content import DamagedCheckpointError, read_content
+from agilerl.algorithms.checkpoint.plain_values import decode_arguments, encode_arguments
+from agilerl.algorithms.checkpoint.save_and_load import restored_engine
+from agilerl.distributed import ranks_of
+from agilerl.llm.checkpoint import lora_merging
+from agilerl.llm.engine.accelerator_config import rank_batch_size
 
 if TYPE_CHECKING:
     from agilerl.algorithms.core.llm import LLMAlgorithm
@@ -63,7 +63,7 @@ class SavedAgent:
         """Set the agent back."""
         agent = self.agent
         for role, tensors in self.adapters.items():
-            lora_merge.write_adapter(agent.policy, role, tensors)
+            lora_merging.write_adapter(agent.policy, role, tensors)
         for name, value in (self.settings | self.history).items():
             setattr(agent, name, value)
         agent.rng.set_state(self.rng.get_state())
@@ -95,13 +95,13 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
     saved, attributes = content.adapters, content.attributes
     _check_identity(agent, path, attributes, set(saved))
     for adapter in saved.values():
-        lora_merge.check_same_config(
+        lora_merging.check_same_config(
             agent.policy.lora_config,
             adapter.config,
             remedy="Build the agents with the checkpoint's lora_config",
         )
     adapters = {
-        role: lora_merge.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
+        role: lora_merging.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
         for role, adapter in saved.items()
     }
     settings = _settings(agent, attributes["arguments"])

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agilerl.llm.engine.ranks import Ranks
+from agilerl.distributed import Ranks
 from agilerl.training.collectors import MultiTurnCollector
 from agilerl.training.options import LoopOptions
 from agilerl.training.protocols import Agent, Collector
@@ -108,7 +108,7 @@ def check_storage(agents: Sequence[Agent], options: LoopOptions, ranks: Ranks) -
     Raises:
         ValueError: On all of them, if one does not and every process writes a part of checkpoints.
     """
-    if ranks.count == 1:
+    if ranks.world_size == 1:
         return
     all_write = any(ranks.gather(any(_saves_on_all_ranks(agent) for agent in agents)))
     folders = {"checkpoint_path": Path(options.checkpoint_path or "runs")}
@@ -146,9 +146,9 @@ def _ranks_that_do_not_see(folder: Path, ranks: Ranks) -> list[int]:
         os.close(descriptor)
         return Path(path).name
 
-    name = ranks.first(write)
+    name = ranks.on_rank_zero(write)
     seen = ranks.gather(_appears(folder, name))
-    ranks.first(lambda: (folder / name).unlink(missing_ok=True))
+    ranks.on_rank_zero(lambda: (folder / name).unlink(missing_ok=True))
     return [rank for rank, sees in enumerate(seen) if not sees]
 
 

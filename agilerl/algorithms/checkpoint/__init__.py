@@ -1,0 +1,1 @@
+"""What of an agent is saved, read back, and rebuilt."""

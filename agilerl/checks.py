@@ -1,0 +1,97 @@
+"""Refusals of a user's mistakes, in one style: the argument, its value, what it must be.
+
+A rule is called with the name and the value of an argument::
+
+    Number(1, integer=True)("group_size", 0)
+    # ValueError: group_size is 0; it must be at least 1
+
+What no rule covers is a sentence of its own, given to :func:`require`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+_warned: set[str] = set()
+
+
+def require(holds: bool, message: str, error: type[Exception] = ValueError) -> None:
+    """Raise ``error`` with ``message`` unless a condition holds."""
+    if not holds:
+        raise error(message)
+
+
+def warn_once(logger: logging.Logger, message: str, *args: Any) -> None:
+    """Log a warning the first time that this very message is given in the process."""
+    text = message % args
+    if text not in _warned:
+        _warned.add(text)
+        logger.warning(text)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A real number (or integer) within limits."""
+
+    low: float
+    high: float = math.inf
+    integer: bool = False
+    optional: bool = False
+    open_low: bool = False
+    finite: bool = True
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raise TypeError or ValueError unless ``value`` fits."""
+        if value is None and self.optional:
+            return
+        kind, word = (Integral, "an integer") if self.integer else (Real, "a number")
+        also = " or None" if self.optional else ""
+        require(
+            isinstance(value, kind) and not isinstance(value, bool),
+            f"{name} is {value!r}; it must be {word}{also}",
+            TypeError,
+        )
+        inside = self.low < value if self.open_low else self.low <= value
+        finite = self.integer or not self.finite or math.isfinite(value)
+        end = "" if math.isinf(self.high) else f" and at most {self.high:g}"
+        least = "above" if self.open_low else "at least"
+        allowed = f"{least} {self.low:g}{end}" if finite else "finite"
+        require(
+            inside and value <= self.high and finite, f"{name} is {value}; it must be {allowed}"
+        )
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of a few values."""
+
+    allowed: tuple[Any, ...]
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raise ValueError unless ``value`` is one of them."""
+        allowed = ", ".join(map(repr, self.allowed))
+        require(value in self.allowed, f"{name} is {value!r}; it must be one of {allowed}")
+
+
+@dataclass(frozen=True)
+class InstanceOf:
+    """An object of a class, or None unless that is excluded."""
+
+    kind: type | tuple[type, ...]
+    description: str
+    optional: bool = True
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raise TypeError unless ``value`` is one."""
+        if not (value is None and self.optional) and not isinstance(value, self.kind):
+            also = " or None" if self.optional else ""
+            raise TypeError(f"{name} is {value!r}; it must be {self.description}{also}")
+
+
+FLAG = InstanceOf(bool, "True or False", optional=False)
+COUNT = Number(1, integer=True)
+OPTIONAL_COUNT = Number(1, integer=True, optional=True)

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: atomic directories, adapters, the base's weights, optimizer shards."""
