@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -25,61 +26,60 @@ from agilerl.training.logs.row_statistics import (
 from agilerl.training.logs.run_log import RunLog
 from agilerl.training.merging import merged
 from agilerl.training.options import LoopOptions
-from agilerl.training.population import Best, Member, environments_of
-from agilerl.training.protocols import Agent, Collector, Experience, Row
+from agilerl.training.population import Best, Member, Population
+from agilerl.training.protocols import Experience, Row
 
 FLAT_WINDOW = 10
 """Consecutive iterations without reward variance after which the log says so."""
+
+
+class Progress(Enum):
+    """What this call has done to the run: whether there is something to save, and as what."""
+
+    UNTRAINED = auto()
+    """A new run before its first ``learn``: nothing would be lost."""
+    RESUMED = auto()
+    """Where the checkpoint is that the run was resumed from."""
+    EVALUATED = auto()
+    """As RESUMED, but the evaluation that the checkpoint lacks has been made: this is saved under a
+    name of its own, beside that checkpoint."""
+    TRAINED = auto()
+    """At least one ``learn`` has been called."""
 
 
 class TrainingLoop:
     """Trains a population side by side, one ``learn`` per agent and iteration.
 
     Args:
-        agents: The population; trained in place.
-        collectors: One per agent; the same object may serve several, each then consumes its own
-            batches in turn.
+        population: Who trains; the agents are trained in place.
         options: Checked options.
         directory: Where checkpoints go.
         log: Where rows and samples go.
         elite: Where the best agent goes, if anywhere.
-        facts: Names of the run and its environment, for checkpoints.
-        ranks: The processes that train together; each runs this loop on its own part of the data,
+        names: Of the run and its environment, for checkpoints.
+        ranks: The processes that train together; each runs this loop on its own share of the data,
             and all take every decision alike.
     """
 
     def __init__(
         self,
-        agents: Sequence[Agent],
-        collectors: Sequence[Collector],
+        population: Population,
         options: LoopOptions,
         directory: RunDirectory,
         log: RunLog,
         elite: Elite | None = None,
-        facts: Mapping[str, str] | None = None,
+        names: Mapping[str, str] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks = Ranks() if ranks is None else ranks
-        self.options, self.log = options, log
-        self.elite, self.facts = elite, dict(facts or {})
-        self.members = [
-            Member(
-                agent=agent,
-                collector=collector,
-                start_steps=agent.steps[-1] if agent.steps else 0,
-                start_epochs=collector.num_epochs,
-            )
-            for agent, collector in zip(agents, collectors, strict=True)
-        ]
+        self.population, self.options, self.log = population, options, log
+        self.elite, self.names = elite, dict(names or {})
         self.saver = Saver(
-            agents, directory, elite, log, self.state_dict, options.keep_checkpoints, self.ranks
+            population, directory, elite, log, self.state_dict, options.keep_checkpoints, self.ranks
         )
         self.iteration = 0
-        self.best: Best | None = None
-        self._resumed = False
-        self._learned = False
-        self._iterated = self._made_up = False
-        self._unevaluated: list[Row] | None = None
+        self.progress = Progress.UNTRAINED
+        self._unevaluated: list[Row] | None = None  # rows whose evaluation a stop postponed
         self._started = time.perf_counter()
 
     def run(self) -> str | None:
@@ -90,53 +90,43 @@ class TrainingLoop:
         """
         with GracefulStop() as stop:
             try:
-                self._begin()
+                self._evaluate_first()
                 ended = self._at_bound()
                 while not ended and self._stop_requested(stop) is None:
                     ended = self._run_iteration(stop)
             except Exception as error:
-                self.saver.rescue(error, self.iteration, trained=self._learned)
+                trained = self.progress is not Progress.UNTRAINED
+                self.saver.rescue(error, self.iteration, trained)
                 raise
             signal_name = self._stop_requested(stop)
-            evaluated_later = self._made_up and not self._iterated
-            unsaved = self._made_up or self._iterated
+            evaluated = self.progress is Progress.EVALUATED
+            unsaved = evaluated or self.progress is Progress.TRAINED
             if signal_name is None and unsaved and self.options.checkpoint_steps is not None:
-                self.saver.save(self.iteration, evaluated_later)
+                self.saver.save(self.iteration, evaluated)
                 signal_name = self._stop_requested(stop)  # it may have come meanwhile
             if signal_name is not None:
-                self.saver.save_after_stop(signal_name, self.iteration, evaluated_later)
-            # After the save: a run that goes on from there must not find this entry.
-            for member in self.members:
+                self.saver.save_after_stop(signal_name, self.iteration, evaluated)
+            # After the save: a resumed run must not find this entry.
+            for member in self.population:
                 if member.agent.steps[-1:] != [member.steps]:
                     member.agent.steps.append(member.steps)
         return signal_name
 
     def state_dict(self, in_iteration: bool = False) -> dict[str, Any]:
-        """What a run needs to go on, but for the agents; JSON-compatible.
+        """What a run needs to be resumed, but for the agents; JSON-compatible.
 
         Args:
-            in_iteration: Whether an iteration is under way, so that no run can go on from here.
+            in_iteration: Whether an iteration is under way, so that no run can be resumed from it.
         """
-        environments = environments_of(self.members)
-        fitness = [member.agent.fitness[-1] for member in self.members if member.agent.fitness]
         streams = self.ranks.gather(random_streams())
         return {
             "format": FORMAT,
-            **self.facts,
+            **self.names,
             "iteration": self.iteration,
             "in_iteration": in_iteration,
             "wall_seconds": time.perf_counter() - self._started,
-            "fitness": float(max(fitness)) if fitness else None,
-            "best": None if self.best is None else vars(self.best),
+            **self.population.state_dict(),
             "elite": None if self.elite is None else self.elite.state_dict(),
-            "agents": [
-                {
-                    **member.state_dict(),
-                    "environment": [c is member.collector for c in environments].index(True),
-                }
-                for member in self.members
-            ],
-            "environments": [collector.state_dict() for collector in environments],
             "unevaluated_rows": self._unevaluated,
             "log": self.log.state_dict(),
             "random": streams[0],
@@ -144,37 +134,36 @@ class TrainingLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; agents and collectors are there already."""
-        for member, saved in zip(self.members, state["agents"], strict=True):
-            member.load_state_dict(saved)
+        """Continue where ``state`` was taken; the agents are restored already."""
+        self.population.load_state_dict(state)
         self.iteration = state["iteration"]
-        self.best = None if state["best"] is None else Best(**state["best"])
         if self.elite is not None:
             self.elite.load_state_dict(state["elite"])
         self._unevaluated = state["unevaluated_rows"]
-        self._resumed = self._learned = True
+        self.progress = Progress.RESUMED
         self._started = time.perf_counter() - state["wall_seconds"]
         streams = [state["random"], *state.get("random_of_other_ranks", [])]
         # Of another number of processes: all alike, which only concerns environments.
         set_random_streams(streams[self.ranks.rank % len(streams)])
 
-    def _begin(self) -> None:
-        """Evaluate before the first iteration; or what a stop kept the interrupted run from."""
-        if self._resumed and self._unevaluated is None:
+    def _evaluate_first(self) -> None:
+        """Evaluate a new run before its first iteration; a resumed one if the stop postponed it."""
+        resumed = self.progress is Progress.RESUMED
+        if resumed and self._unevaluated is None:
             return
-        self._made_up = self._unevaluated is not None
-        rows = self._unevaluated or [self._row(member) for member in self.members]
+        rows = self._unevaluated or [self._row(member) for member in self.population]
         self._evaluate(rows)
         self._write_rows(rows)
         self._unevaluated = None
+        if resumed:
+            self.progress = Progress.EVALUATED
 
     def _run_iteration(self, stop: GracefulStop) -> bool:
         """Returns whether the run has come to a bound: asked once, because time goes on."""
         self.iteration += 1
-        self._iterated = True
         rows: list[Row] = []
         try:
-            for member in self.members:
+            for member in self.population:
                 rows.append(self._train(member))
             ended = self._at_bound()
             due = ended or self.iteration % self.options.evaluation_interval == 0
@@ -195,8 +184,8 @@ class TrainingLoop:
         agent.set_reference_policy(member.collector.num_epochs)
         experience = merged(member.collector.collect(agent), self.ranks)
         started = time.perf_counter()
-        # From here on there may be something to save, also when this very call fails.
-        self._learned = True
+        # Before the call: there may be something to save also when it fails.
+        self.progress = Progress.TRAINED
         metrics = agent.learn(experience.experiences, **experience.learn_arguments)
         learning_seconds = time.perf_counter() - started
         member.consumed += experience.steps
@@ -213,7 +202,7 @@ class TrainingLoop:
 
     def _evaluate(self, rows: list[Row]) -> None:
         """Evaluate every agent, add the results to its row, keep the best agent so far."""
-        for member, row in zip(self.members, rows, strict=True):
+        for member, row in zip(self.population, rows, strict=True):
             started = time.perf_counter()
             rewards = torch.as_tensor(member.collector.evaluate(member.agent), dtype=torch.float32)
             row["evaluation_seconds"] = time.perf_counter() - started
@@ -221,12 +210,12 @@ class TrainingLoop:
             row["fitness"] = float(member.agent.fitness[-1])
             row["eval_accuracy"] = accuracy(rewards, self.options.accuracy_threshold)
             member.agent.steps.append(member.steps)
-        leader = max(self.members, key=lambda member: member.agent.fitness[-1]).agent
+        leader, best = self.population.leader.agent, self.population.best
         fitness = float(leader.fitness[-1])
-        better = self.best is None or fitness > self.best.fitness
+        better = best is None or fitness > best.fitness
         # One that could not be saved is not noted, so that the next best takes its place on disk.
         if better and self.saver.save_elite(leader, trained=self.iteration > 0):
-            self.best = Best(leader.index, fitness, self.iteration)
+            self.population.best = Best(leader.index, fitness, self.iteration)
 
     def _row(self, member: Member) -> Row:
         return {
@@ -237,7 +226,7 @@ class TrainingLoop:
         }
 
     def _write_rows(self, rows: list[Row]) -> None:
-        self.log.write_rows(rows, max(member.consumed for member in self.members))
+        self.log.write_rows(rows, max(member.consumed for member in self.population))
 
     def _at_bound(self) -> bool:
         """Whether time is up, or an agent at ``max_steps``, or a collector at ``num_epochs``."""
@@ -250,7 +239,7 @@ class TrainingLoop:
         return any(
             (steps is not None and member.consumed >= steps)
             or (epochs is not None and member.epochs >= epochs)
-            for member in self.members
+            for member in self.population
         )
 
     def _stop_requested(self, stop: GracefulStop) -> str | None:

@@ -1,17 +1,27 @@
-"""What the loop remembers: counters of each agent, and the best one so far."""
+"""The population: which agents train, what each collects from, and which was best so far."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from agilerl.checks import require
 from agilerl.training.protocols import Agent, Collector
 
 
-@dataclass
+@dataclass(frozen=True)
+class Parent:
+    """The agent that a member's agent was cloned from."""
+
+    index: int
+    iteration: int
+    """The last iteration before that."""
+
+
+@dataclass(eq=False)
 class Member:
-    """One agent of the population and what the loop counts for it."""
+    """One place in the population: its agent, its collector, and what is counted for it."""
 
     agent: Agent
     collector: Collector
@@ -23,6 +33,8 @@ class Member:
     """Steps of this run."""
     flat_iterations: int = 0
     """Iterations in a row in which no group had two different rewards."""
+    lineage: tuple[Parent, ...] = ()
+    """The agent's ancestors in this run, oldest first; empty until it is replaced."""
 
     @property
     def steps(self) -> int:
@@ -35,7 +47,7 @@ class Member:
         return self.collector.num_epochs - self.start_epochs
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters and, to read, the agent's history; JSON-compatible."""
+        """The counters and the lineage and, to read, the agent's history; JSON-compatible."""
         agent = self.agent
         return {
             "index": agent.index,
@@ -45,17 +57,19 @@ class Member:
             "steps_of_run": self.consumed,
             "epochs_of_run": self.epochs,
             "flat_iterations": self.flat_iterations,
+            "lineage": [asdict(parent) for parent in self.lineage],
             "fitness_history": [float(value) for value in agent.fitness],
             "score_history": [float(value) for value in agent.scores],
             "step_history": [int(value) for value in agent.steps],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the counters; the collector is at its saved position already."""
+        """Restore counters and lineage; the collector is at its saved position already."""
         self.consumed = state["steps_of_run"]
         self.start_steps = state["steps"] - self.consumed
         self.start_epochs = self.collector.num_epochs - state["epochs_of_run"]
         self.flat_iterations = state["flat_iterations"]
+        self.lineage = tuple(Parent(**parent) for parent in state.get("lineage", ()))
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,97 @@ class Best:
     iteration: int
 
 
-def environments_of(members: list[Member]) -> list[Collector]:
-    """The different collectors, in the order in which agents come to them."""
-    return list({id(member.collector): member.collector for member in members}.values())
+class Population:
+    """The members that train side by side; iterates over them.
+
+    Everything else asks it who the agents are, so that a selection step has to change nothing but
+    the population, by :meth:`replace`.
+
+    Args:
+        agents: The user's list; an agent that is replaced is replaced in it, too.
+        collectors: One per agent. The same object may serve several: each then consumes its own
+            batches in turn.
+    """
+
+    def __init__(self, agents: list[Any], collectors: Sequence[Collector]) -> None:
+        self.agents = agents
+        self.members = [
+            Member(
+                agent=agent,
+                collector=collector,
+                start_steps=agent.steps[-1] if agent.steps else 0,
+                start_epochs=collector.num_epochs,
+            )
+            for agent, collector in zip(agents, collectors, strict=True)
+        ]
+        self.best: Best | None = None
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self.members)
+
+    @property
+    def collectors(self) -> list[Collector]:
+        """The different collectors, in the order of the members that use them first."""
+        return list({id(member.collector): member.collector for member in self}.values())
+
+    @property
+    def collector_numbers(self) -> list[int]:
+        """Of each member, the position of its collector in :attr:`collectors`."""
+        numbers = {id(collector): i for i, collector in enumerate(self.collectors)}
+        return [numbers[id(member.collector)] for member in self]
+
+    @property
+    def leader(self) -> Member:
+        """The member with the highest fitness in the last evaluation."""
+        return max(self, key=lambda member: member.agent.fitness[-1])
+
+    def replace(self, member: Member, agent: Agent, parent: Member, iteration: int) -> Agent:
+        """Put a new agent in a member's place, on its collector and with its count of steps.
+
+        ``population.replace(worst, best.agent.clone(index=worst.agent.index), best, iteration)``
+        continues from the best agent where the worst one was.
+
+        Args:
+            member: The place.
+            agent: The new agent. It has the index of the old one, which names the member in logs
+                and checkpoints.
+            parent: The member that it was cloned from.
+            iteration: The last iteration before this.
+
+        Returns:
+            The old agent, for the caller to clean up.
+
+        Raises:
+            ValueError: If the new agent has another index.
+        """
+        old = member.agent
+        require(
+            agent.index == old.index,
+            f"agent has index {agent.index}, but the member that it replaces {old.index}: clone it "
+            f"with index={old.index}",
+        )
+        self.agents[self.members.index(member)] = agent
+        member.agent, member.flat_iterations = agent, 0
+        member.lineage = (*parent.lineage, Parent(parent.agent.index, iteration))
+        return old
+
+    def state_dict(self) -> dict[str, Any]:
+        """Members, collectors and best fitness; the agents' checkpoints hold the rest of them."""
+        fitness = [member.agent.fitness[-1] for member in self if member.agent.fitness]
+        return {
+            "fitness": float(max(fitness)) if fitness else None,
+            "best": None if self.best is None else asdict(self.best),
+            "agents": [
+                {**member.state_dict(), "environment": number}
+                for member, number in zip(self, self.collector_numbers, strict=True)
+            ],
+            "environments": [collector.state_dict() for collector in self.collectors],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; the agents are restored already."""
+        for collector, saved in zip(self.collectors, state["environments"], strict=True):
+            collector.load_state_dict(saved)
+        for member, saved in zip(self, state["agents"], strict=True):
+            member.load_state_dict(saved)
+        self.best = None if state["best"] is None else Best(**state["best"])

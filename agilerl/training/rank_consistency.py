@@ -13,6 +13,7 @@ from typing import Any
 from agilerl.distributed import Ranks
 from agilerl.training.collectors import MultiTurnCollector
 from agilerl.training.options import LoopOptions
+from agilerl.training.population import Population
 from agilerl.training.protocols import Agent, Collector
 
 logger = logging.getLogger(__name__)
@@ -54,16 +55,16 @@ def check_agreement(agents: Sequence[Agent], options: LoopOptions, ranks: Ranks)
     )
 
 
-def check_data(agents: Sequence[Agent], collectors: Sequence[Collector], ranks: Ranks) -> None:
+def check_data(population: Population, ranks: Ranks) -> None:
     """Check that all processes have the same data in the same order, of which each takes a part.
 
     Raises:
         ValueError: On all of them, naming the first difference.
     """
     own = {
-        f"{name} of the environment of agent {agent.index}": value
-        for agent, collector in zip(agents, collectors, strict=True)
-        for name, value in _data_facts(collector).items()
+        f"{name} of the environment of agent {member.agent.index}": value
+        for member in population
+        for name, value in _data_facts(member.collector).items()
     }
     _check_same(
         ranks.gather(own),

@@ -25,7 +25,8 @@ from agilerl.training.logs.files import take_over_logs
 from agilerl.training.logs.run_log import NoLog, RunLog
 from agilerl.training.loop import TrainingLoop
 from agilerl.training.options import LoopOptions
-from agilerl.training.protocols import Agent, Collector
+from agilerl.training.population import Population
+from agilerl.training.protocols import Agent
 from agilerl.training.rank_consistency import check_agreement, check_data, check_storage
 from agilerl.utils.llm_utils import run_of_all_processes
 
@@ -33,18 +34,16 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(
-    agents: Sequence[Agent],
-    collectors: Sequence[Collector],
+    population: Population,
     options: LoopOptions,
     env_name: str,
     total: int | None,
     ranks: Ranks | None = None,
 ) -> None:
-    """Train agents in a run directory of their own, or go on with a run in its.
+    """Train a population in a run directory of its own, or resume a run in its directory.
 
     Args:
-        agents: The population.
-        collectors: One per agent.
+        population: Who trains.
         options: Checked options.
         env_name: Names the run.
         total: Steps per agent of the whole run, for the progress bar; None when unknown.
@@ -55,16 +54,17 @@ def run_training(
             returns.)
     """
     ranks = Ranks() if ranks is None else ranks
+    agents = population.agents
     check_agreement(agents, options, ranks)
-    ranks.on_all_ranks(lambda: _check_states(collectors))
-    check_data(agents, collectors, ranks)
+    ranks.on_all_ranks(lambda: _check_states(population))
+    check_data(population, ranks)
     resume_from, resume = options.resume_from, None
     found = (
         None if resume_from is None else ranks.on_rank_zero(lambda: find_checkpoint(resume_from))
     )
     check_storage(agents, options, ranks)
     if found is not None:
-        resume = read_resume(found, agents, collectors, env_name, ranks)
+        resume = read_resume(found, population, env_name, ranks)
     checkpoint = None if resume is None else resume.checkpoint
     name = ranks.on_rank_zero(lambda: _name_of_run(agents, env_name, options, checkpoint))
     with run_of_all_processes(), ExitStack() as stack:
@@ -78,10 +78,10 @@ def run_training(
         failed = True
         try:
             _say_where(log, directory, options, checkpoint, ranks)
-            facts = {"run": name, "environment": env_name}
-            loop = TrainingLoop(agents, collectors, options, directory, log, elite, facts, ranks)
+            names = {"run": name, "environment": env_name}
+            loop = TrainingLoop(population, options, directory, log, elite, names, ranks)
             if resume is not None:
-                resume.restore()
+                resume.restore_agents()
                 loop.load_state_dict(resume.state)
             stopped_by = loop.run()
             failed = False
@@ -91,9 +91,9 @@ def run_training(
         raise SystemExit(0)
 
 
-def _check_states(collectors: Sequence[Collector]) -> None:
+def _check_states(population: Population) -> None:
     """Before anything is trained: a state that cannot be saved would cost the first checkpoint."""
-    for collector in collectors:
+    for collector in population.collectors:
         check_plain(collector.state_dict(), "state_dict() of the environment")
 
 

@@ -13,6 +13,7 @@ from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
 from agilerl.training.env_maker import EnvMaker
 from agilerl.training.logs.sinks import require_trackers
 from agilerl.training.options import LoopOptions, options_among
+from agilerl.training.population import Population
 from agilerl.training.protocols import Agent, SingleTurnEnv
 from agilerl.training.run import run_training
 from agilerl.typing import MultiTurnEnv
@@ -124,7 +125,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     collector_of = {key: ReasoningCollector(made) for key, made in distinct_envs.items()}
     collectors = [collector_of[id(made)] for made in envs]
     total = options.total_prompts(len(envs[0]), agents_per_env=len(envs) // len(distinct_envs))
-    run_training(pop, collectors, options, env_name=envs[0].name, total=total, ranks=ranks)
+    population = Population(pop, collectors)
+    run_training(population, options, envs[0].name, total, ranks)
     return pop
 
 
@@ -263,7 +265,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
             )
             for _ in pop
         ]
-        run_training(pop, collectors, options, make_env.name, total=max_steps, ranks=ranks)
+        population = Population(pop, collectors)
+        run_training(population, options, make_env.name, max_steps, ranks)
     finally:
         env.close()
         make_env.close()

@@ -24,6 +24,7 @@ from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
 from agilerl.training.checkpoint.saver import is_no_room
 from agilerl.training.collectors import ReasoningCollector
 from agilerl.training.options import LoopOptions
+from agilerl.training.population import Population
 from agilerl.training.run import run_training
 from agilerl.training.train_llm import finetune_llm_reasoning
 
@@ -106,7 +107,8 @@ def test_when_time_is_up_the_last_iteration_is_evaluated(
         checkpoint_path=tmp_path,
         verbose=False,
     )
-    run_training([agent], [ReasoningCollector(FakeGym(rows=99))], options, "digits", None)
+    population = Population([agent], [ReasoningCollector(FakeGym(rows=99))])
+    run_training(population, options, "digits", None)
     with (tmp_path / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [bool(row["fitness"]) for row in rows] == [True, False, True]

@@ -29,6 +29,7 @@ from agilerl.training import rank_consistency
 from agilerl.training.checkpoint.elite import Elite
 from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
 from agilerl.training.options import LoopOptions
+from agilerl.training.population import Population
 from agilerl.training.protocols import Collector
 from agilerl.training.run import run_training
 
@@ -51,7 +52,8 @@ def train(ranks: Ranks, on_learn: Learn = lambda agent: None, size: int = 1, **o
         agent.ranks = ranks
         agent.engine = SimpleNamespace(sharded=options.get("max_steps") == 5)
     given = LoopOptions(**({"max_steps": 4, "verbose": False} | options))
-    run_training(pop, [ReasoningCollector(FakeGym(rows=99)) for _ in pop], given, "d", None, ranks)
+    population = Population(pop, [ReasoningCollector(FakeGym(rows=99)) for _ in pop])
+    run_training(population, given, "d", None, ranks)
     return len(pop[0].learned)
 
 
@@ -98,7 +100,7 @@ def refused_data(folder: Path, make: Callable[[Ranks], Collector]) -> str:
 
     def action(ranks: Ranks) -> None:
         options = LoopOptions(max_steps=4, verbose=False, checkpoint_path=folder / "run")
-        run_training([FakeAgent(3)], [make(ranks)], options, "d", None, ranks)
+        run_training(Population([FakeAgent(3)], [make(ranks)]), options, "d", None, ranks)
 
     said = refused(on_two_ranks(folder / "ranks", action), ValueError)
     assert not (folder / "run").exists()
@@ -175,7 +177,7 @@ def test_environments_that_divide_their_data_themselves_are_let_be(tmp_path: Pat
     def action(ranks: Ranks) -> int:
         options = LoopOptions(max_steps=4, verbose=False, checkpoint_path=tmp_path / "run")
         agent, collector = AgentOfRank(), ReasoningCollector(Part(ranks.rank))
-        run_training([agent], [collector], options, "d", None, ranks)
+        run_training(Population([agent], [collector]), options, "d", None, ranks)
         return len(agent.learned)
 
     assert on_two_ranks(tmp_path, action) == [1, 1]

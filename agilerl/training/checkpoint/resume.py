@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,74 +18,53 @@ from agilerl.training.checkpoint.run_checkpoint import (
     damaged,
     read_checkpoint,
 )
-from agilerl.training.protocols import Agent, Collector
+from agilerl.training.population import Population
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint that fits the population and the environments in hand."""
+    """A checkpoint that fits the population."""
 
     checkpoint: RunCheckpoint
     agents: list[SavedAgent]
-    environments: list[tuple[Collector, dict[str, Any]]]
-    """Collectors with the states to load."""
 
     @property
     def state(self) -> dict[str, Any]:
         """The state of the run."""
         return self.checkpoint.state
 
-    def restore(self) -> None:
-        """Set agents and environments back."""
-        for collector, state in self.environments:
-            collector.load_state_dict(state)
+    def restore_agents(self) -> None:
+        """Set the agents back."""
         for agent in self.agents:
             agent.restore()
 
 
-def read_resume(
-    path: Path,
-    agents: Sequence[Any],
-    collectors: Sequence[Collector],
-    env_name: str,
-    ranks: Ranks,
-) -> Resume:
-    """Read the checkpoint that a run shall go on from; changes nothing.
+def read_resume(path: Path, population: Population, env_name: str, ranks: Ranks) -> Resume:
+    """Read the checkpoint that a run is to be resumed from; changes nothing.
 
     Args:
         path: The checkpoint.
-        agents: The population that is to go on.
-        collectors: One per agent.
+        population: Who is to train on.
         env_name: Name of the environment.
         ranks: The processes of the run; each reads it, and what one refuses, all do.
 
     Raises:
         ValueError: If a file is damaged, or it is a checkpoint of other agents or environments.
     """
-    checkpoint, environments = ranks.on_all_ranks(
-        lambda: _read_run(path, agents, collectors, env_name)
-    )
-    return Resume(checkpoint, [_read_agent(checkpoint, agent) for agent in agents], environments)
+    checkpoint = ranks.on_all_ranks(lambda: _read_run(path, population, env_name))
+    return Resume(checkpoint, [_read_agent(checkpoint, agent) for agent in population.agents])
 
 
-def _read_run(
-    path: Path, agents: Sequence[Agent], collectors: Sequence[Collector], env_name: str
-) -> tuple[RunCheckpoint, list[tuple[Collector, dict[str, Any]]]]:
+def _read_run(path: Path, population: Population, env_name: str) -> RunCheckpoint:
     """All but the agents."""
     checkpoint = read_checkpoint(path)
     state = checkpoint.state
-    _check_population(checkpoint, agents, collectors)
+    _check_population(checkpoint, population)
     if state["environment"] != env_name:
         raise _another(checkpoint, "environment", state["environment"], env_name)
-    # Of agents that share a collector the last one stands for all.
-    by_number = {
-        saved["environment"]: collector
-        for saved, collector in zip(state["agents"], collectors, strict=True)
-    }
-    environments = [(by_number[i], saved) for i, saved in enumerate(state["environments"])]
-    for collector, saved in environments:
+    for collector, saved in zip(population.collectors, state["environments"], strict=True):
         _check_data(checkpoint, saved, collector.state_dict())
-    return checkpoint, environments
+    return checkpoint
 
 
 def _read_agent(checkpoint: RunCheckpoint, agent: Any) -> SavedAgent:
@@ -95,29 +74,21 @@ def _read_agent(checkpoint: RunCheckpoint, agent: Any) -> SavedAgent:
         raise damaged(checkpoint.path, str(error)) from error
 
 
-def _check_population(
-    checkpoint: RunCheckpoint, agents: Sequence[Agent], collectors: Sequence[Collector]
-) -> None:
+def _check_population(checkpoint: RunCheckpoint, population: Population) -> None:
     saved = checkpoint.state["agents"]
     pairs = {
         "agents": (
             [f"{agent['algo']} {agent['index']}" for agent in saved],
-            [f"{agent.algo} {agent.index}" for agent in agents],
+            [f"{agent.algo} {agent.index}" for agent in population.agents],
         ),
         "environment of each agent": (
             [agent["environment"] for agent in saved],
-            _numbers(collectors),
+            population.collector_numbers,
         ),
     }
     for what, (theirs, own) in pairs.items():
         if theirs != own:
             raise _another(checkpoint, what, theirs, own)
-
-
-def _numbers(collectors: Sequence[Collector]) -> list[int]:
-    """0 for the first collector, 1 for the next different one, ..., as checkpoints note them."""
-    distinct = list(dict.fromkeys(id(collector) for collector in collectors))
-    return [distinct.index(id(collector)) for collector in collectors]
 
 
 def _check_data(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from agilerl.training.checkpoint.elite import Elite
 from agilerl.training.checkpoint.run_checkpoint import checkpoint_name
 from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.logs.run_log import RunLog
+from agilerl.training.population import Population
 from agilerl.training.protocols import Agent
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class Saver:
     """Saves a run and its best agent; all processes together, of which one speaks.
 
     Args:
-        agents: The population.
+        population: Who trains.
         directory: Where checkpoints go.
         elite: Where the best agent goes, if anywhere.
         log: Where it is said.
@@ -41,7 +42,7 @@ class Saver:
 
     def __init__(
         self,
-        agents: Sequence[Agent],
+        population: Population,
         directory: RunDirectory,
         elite: Elite | None,
         log: RunLog,
@@ -49,7 +50,8 @@ class Saver:
         keep: int,
         ranks: Ranks,
     ) -> None:
-        self.agents, self.directory, self.elite, self.log = agents, directory, elite, log
+        self.population, self.directory = population, directory
+        self.elite, self.log = elite, log
         self.state, self.keep, self.ranks = state, keep, ranks
 
     def save_elite(self, agent: Agent, trained: bool) -> bool:
@@ -118,7 +120,9 @@ class Saver:
 
     def _save(self, name: str, in_iteration: bool = False) -> Path:
         self.log.sync()
-        return self.directory.write_checkpoint(name, self.agents, self.state(in_iteration))
+        return self.directory.write_checkpoint(
+            name, self.population.agents, self.state(in_iteration)
+        )
 
     def _tried(self, what: str, where: Path, save: Callable[[], object]) -> bool:
         """Save; whether it was possible."""
