@@ -9,8 +9,8 @@ Shape letters, the same everywhere in this package:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 if TYPE_CHECKING:
@@ -56,6 +56,32 @@ class ActionResult:
         return (self.completion_ids, self.action_masks)[index]
 
 
+Act: TypeAlias = Callable[[list[ReasoningPrompts]], ActionResult]
+"""From prompts to answers: ``lambda prompts: agent.get_action(prompts, training=False)``."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What ``evaluate`` of an environment returns: N answers or episodes, in the order played.
+
+    Two test rows of a single-turn environment::
+
+        rewards      [1.0, 0.0]
+        questions    ["2+2?", "3+1?"]
+        answers      ["4", "4"]
+        completions  ["4", "31"]
+    """
+
+    rewards: torch.Tensor
+    """``(N,)`` float32 on the CPU: the reward of each answer, or the return of each episode."""
+    questions: list[str] = field(default_factory=list)
+    """The question of each, or the text of the first prompt; for logs, like all that follows."""
+    answers: list[Any] = field(default_factory=list)
+    """The reference answer of each, where there are any."""
+    completions: list[str] = field(default_factory=list)
+    """What the model answered, or the transcript of the episode."""
+
+
 TensorRows: TypeAlias = "Sequence[torch.Tensor] | torch.Tensor"
 ExperiencesType: TypeAlias = tuple[TensorRows, TensorRows, Any]
 """``(completion_ids, action_masks, rewards)``; rewards ``(P, G)``, ``(B,)`` or ``(B, U)``."""
@@ -85,3 +111,16 @@ class MultiTurnEnv(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class EvaluableEnv(Protocol):
+    """An environment that ``agent.test`` takes: it plays its own held-out data."""
+
+    def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
+        """Answer the held-out data (or play the held-out seeds) ``loop`` times.
+
+        The same data in the same order at every call, whoever acts; with several processes, this
+        process's share of them.
+        """
+        ...

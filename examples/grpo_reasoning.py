@@ -14,7 +14,6 @@ import argparse
 import csv
 import logging
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -30,6 +29,7 @@ from agilerl.testing import (
     spell_backward_datasets,
 )
 from agilerl.training.train_llm import finetune_llm_reasoning
+from agilerl.typing import Evaluation
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -45,16 +45,6 @@ RECIPES = {
     "gspo": (GSPO, {"clip_coef": (0.8, 1.25)}),
     "cispo": (CISPO, {"clip_coef": (0.0, 5.0)}),
 }
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One held-out question and what the model made of it."""
-
-    question: str
-    completion: str
-    answer: str
-    reward: float
 
 
 def main() -> None:
@@ -147,34 +137,26 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def answer_test_split(agent: GRPO, env: ReasoningGym) -> list[Answer]:
+def answer_test_split(agent: GRPO, env: ReasoningGym) -> Evaluation:
     """Greedy answers to every held-out question."""
-    answers = []
-    with env.eval_mode():
-        prompts = env.reset()
-        while prompts:
-            questions, right = env.questions, env.answers
-            result = agent.get_action(prompts, training=False)
-            prompts, rewards = env.step(result.completion_ids)
-            texts = [group[0] for group in env.last_completions]
-            rows = zip(questions, texts, right, rewards[:, 0].tolist(), strict=True)
-            answers += [Answer(*row) for row in rows]
-    return answers
+    return env.evaluate(lambda prompts: agent.get_action(prompts, training=False))
 
 
-def accuracy(answers: list[Answer]) -> float:
+def accuracy(evaluation: Evaluation) -> float:
     """Share of answers with full marks."""
-    return sum(answer.reward == 1.0 for answer in answers) / len(answers)
+    return int((evaluation.rewards == 1.0).sum()) / len(evaluation.rewards)
 
 
-def print_examples(before: list[Answer], after: list[Answer], count: int = 8) -> None:
+def print_examples(before: Evaluation, after: Evaluation, count: int = 8) -> None:
     """A table of the first held-out questions, before and after training."""
     print(f"\n{'held-out question':<58} {'before':<12} {'after':<12} right answer")
-    for old, new in list(zip(before, after, strict=True))[:count]:
-        marks = ["+" if answer.reward == 1.0 else "-" for answer in (old, new)]
-        question = old.question.replace("\n", " ")
-        completions = f"{marks[0]} {old.completion:<10} {marks[1]} {new.completion:<10}"
-        print(f"{question[:57]:<58} {completions} {new.answer}")
+    for i in range(count):
+        marked = [
+            f"{'+' if run.rewards[i] == 1.0 else '-'} {run.completions[i]:<10}"
+            for run in (before, after)
+        ]
+        question = after.questions[i].replace("\n", " ")
+        print(f"{question[:57]:<58} {' '.join(marked)} {after.answers[i]}")
 
 
 def plot_learning_curve(metrics: Path, image: Path, label: str) -> None:

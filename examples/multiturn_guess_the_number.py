@@ -26,10 +26,10 @@ from transformers import PreTrainedTokenizerBase
 
 from agilerl.algorithms import GRPO
 from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper
-from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import EVALUATION_SEED_START
 from agilerl.testing import guess_the_number_env, load_bundled_model
 from agilerl.training.train_llm import finetune_llm_multiturn
+from agilerl.typing import Evaluation
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -157,7 +157,7 @@ def train(
     return (time.perf_counter() - started) / 60
 
 
-def play_held_out(agent: GRPO, tokenizer: PreTrainedTokenizerBase) -> Episodes:
+def play_held_out(agent: GRPO, tokenizer: PreTrainedTokenizerBase) -> Evaluation:
     """Greedy games on seeds that were never trained on."""
     env = SyncMultiTurnVecEnv(
         make_env,
@@ -166,9 +166,9 @@ def play_held_out(agent: GRPO, tokenizer: PreTrainedTokenizerBase) -> Episodes:
         evaluation_episodes=HELD_OUT_GAMES,
     )
     with agent.rollout():
-        episodes = env.evaluate(lambda prompts: agent.get_action(prompts, training=False))
+        evaluation = env.evaluate(lambda prompts: agent.get_action(prompts, training=False))
     env.close()
-    return episodes
+    return evaluation
 
 
 def random_player() -> Score:
@@ -186,9 +186,9 @@ def random_player() -> Score:
     return Score("random player", sum(returns) / len(returns), share_won(returns))
 
 
-def score(player: str, episodes: Episodes) -> Score:
+def score(player: str, evaluation: Evaluation) -> Score:
     """Mean return and win rate."""
-    returns = episodes.returns.tolist()
+    returns = evaluation.rewards.tolist()
     return Score(player, sum(returns) / len(returns), share_won(returns))
 
 
@@ -197,15 +197,15 @@ def share_won(returns: list[float]) -> float:
     return sum(value >= 1.0 for value in returns) / len(returns)
 
 
-def print_game(before: Episodes, after: Episodes) -> None:
+def print_game(before: Evaluation, after: Evaluation) -> None:
     """A held-out game that training turned from lost to won, if there is one."""
     turned = [
-        i for i in range(HELD_OUT_GAMES) if before.returns[i] < 1.0 and after.returns[i] >= 1.0
+        i for i in range(HELD_OUT_GAMES) if before.rewards[i] < 1.0 and after.rewards[i] >= 1.0
     ]
     for i in turned[:1]:
-        for label, episodes in (("before", before), ("after", after)):
-            print(f"\nheld-out game {i}, {label} (return {float(episodes.returns[i]):.2f}):")
-            print(episodes.transcripts[i])
+        for label, evaluation in (("before", before), ("after", after)):
+            print(f"\nheld-out game {i}, {label} (return {float(evaluation.rewards[i]):.2f}):")
+            print(evaluation.completions[i])
 
 
 def print_time(metrics: Path) -> None:

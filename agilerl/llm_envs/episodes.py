@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 
 from agilerl.llm_envs.base import finite_number, shorten
-from agilerl.typing import MultiTurnEnv, ReasoningPrompts
+from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,29 @@ class Episode:
 
 def episode_data(env: MultiTurnEnv) -> tuple[Any, str]:
     """What ``Episode.finish`` takes."""
-    return env.get_episode_data(), str(getattr(env, "transcript", ""))
+    return env.get_episode_data(), _transcript(env)
+
+
+def _transcript(env: MultiTurnEnv) -> str:
+    """The episode as text, which environments need not keep."""
+    return str(getattr(env, "transcript", ""))
+
+
+def evaluate_episodes(env: MultiTurnEnv, act: Act, seeds: Iterable[int]) -> Evaluation:
+    """Play one episode per seed, one after the other."""
+    returns, first_prompts, transcripts = [], [], []
+    for seed in seeds:
+        prompt, _ = env.reset(seed=seed)
+        first_prompts.append(str(prompt.get("text", "")))
+        total, done = 0.0, False
+        while not done:
+            completion_ids = act([prompt]).completion_ids[0]
+            prompt, reward, terminated, truncated, _ = env.step(completion_ids)
+            total += reward
+            done = terminated or truncated
+        returns.append(total)
+        transcripts.append(_transcript(env))
+    return Evaluation(torch.tensor(returns), first_prompts, completions=transcripts)
 
 
 def stack_episodes(

@@ -19,7 +19,7 @@ from agilerl.llm_envs.base import (
     process_rank,
 )
 from agilerl.llm_envs.rewards import RewardFunction, RewardPool
-from agilerl.typing import ReasoningPrompts
+from agilerl.typing import Act, Evaluation, ReasoningPrompts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,16 +33,12 @@ class ReasoningGym:
     """Hands out prompts and scores what the model answers.
 
     Training rows come in a new order every epoch, given by the seed alone; the last batch of an
-    epoch may be short. Inside :meth:`eval_mode` the test rows come in their own order, each once::
+    epoch may be short. :meth:`evaluate` answers the test rows in their own order, each once::
 
         prompts = env.reset()
         prompts, rewards = env.step(agent.get_action(prompts).completion_ids)  # (P, G) float32
 
-        with env.eval_mode():
-            prompts = env.reset()
-            while prompts:
-                action = agent.get_action(prompts, training=False)
-                prompts, rewards = env.step(action.completion_ids)  # (P, 1)
+        env.evaluate(lambda prompts: agent.get_action(prompts, training=False)).rewards  # (rows,)
 
     Args:
         train_dataset: Rows with the columns ``question`` (str) and ``answer`` (given to
@@ -217,6 +213,34 @@ class ReasoningGym:
         if self.return_raw_completions:
             return prompts, rewards, self.last_completions
         return prompts, rewards
+
+    def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
+        """Answer every test row (of this process's share) once, ``loop`` times over.
+
+        Training is afterwards exactly where it was.
+
+        Args:
+            act: Answers prompts, each once or with a group.
+            loop: Times to go through the test split.
+
+        Raises:
+            Exception: What :meth:`step` raises.
+        """
+        rewards = [torch.zeros(0)]  # with fewer rows than processes, some have none
+        questions: list[str] = []
+        answers: list[Any] = []
+        completions: list[str] = []
+        with self.eval_mode():
+            for _ in range(loop):
+                prompts = self.reset()
+                while prompts:
+                    prompts, scored = self.step(act(prompts).completion_ids)[:2]
+                    rewards.append(scored.flatten())
+                    group = scored.shape[1]
+                    questions += [q for q in self.last_questions for _ in range(group)]
+                    answers += [a for a in self.last_answers for _ in range(group)]
+                    completions += [text for texts in self.last_completions for text in texts]
+        return Evaluation(torch.cat(rewards), questions, answers, completions)
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:

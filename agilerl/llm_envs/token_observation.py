@@ -10,8 +10,9 @@ import torch
 
 from agilerl.llm_envs.base import checked_int, finite_number, shorten
 from agilerl.llm_envs.episode_rows import EpisodeRows, Piece
+from agilerl.llm_envs.episodes import evaluate_episodes
 from agilerl.llm_envs.turn_boundary import TurnBoundary
-from agilerl.typing import ReasoningPrompts, TextEnv
+from agilerl.typing import Act, Evaluation, ReasoningPrompts, TextEnv
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -189,6 +190,15 @@ class TokenObservationWrapper:
         rewards = torch.zeros(self.max_turns)
         rewards[: len(self._rewards)] = torch.tensor(self._rewards)
         return *self._rows.tensors(self.pad_id or self.tokenizer.pad_token_id or 0), rewards
+
+    def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
+        """Play one episode for each of the seeds 0 to ``loop - 1``.
+
+        Args:
+            act: Answers prompts once each.
+            loop: Episodes to play.
+        """
+        return evaluate_episodes(self, act, range(loop))
 
     def close(self) -> None:
         """Close the environment, if it can be closed."""

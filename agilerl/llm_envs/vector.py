@@ -18,7 +18,7 @@ from agilerl.llm_envs.episode_batch import EpisodeBatch, checked_answers, checke
 from agilerl.llm_envs.episodes import Episode, Episodes, episode_data, stack_episodes
 from agilerl.llm_envs.pool import EnvironmentPool
 from agilerl.llm_envs.timeouts import CallOutcome, CallPool
-from agilerl.typing import ActionResult, MultiTurnEnv, ReasoningPrompts
+from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
 
 logger = logging.getLogger(__name__)
 
@@ -184,9 +184,7 @@ class SyncMultiTurnVecEnv:
             raise RuntimeError("the episodes are not over; call step until it returns no prompts")
         return self._stack([self._batch])
 
-    def play(
-        self, act: Callable[[list[ReasoningPrompts]], ActionResult], seeds: Sequence[int]
-    ) -> Episodes:
+    def play(self, act: Act, seeds: Sequence[int]) -> Episodes:
         """Play one batch.
 
         Args:
@@ -196,8 +194,22 @@ class SyncMultiTurnVecEnv:
         self._finish(act, self.reset(seeds))
         return self.episodes()
 
-    def evaluate(self, act: Callable[[list[ReasoningPrompts]], ActionResult]) -> Episodes:
-        """Play ``evaluation_episodes`` episodes, always the same seeds, once each.
+    def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
+        """Play ``evaluation_episodes`` episodes (of this process's share), ``loop`` times over.
+
+        Args:
+            act: As for :meth:`play`. A training batch under way is dropped.
+            loop: Times to play the evaluation seeds.
+        """
+        played = [self.play_evaluation(act) for _ in range(loop)]
+        return Evaluation(
+            torch.cat([episodes.returns for episodes in played]),
+            [prompt for episodes in played for prompt in episodes.first_prompts],
+            completions=[text for episodes in played for text in episodes.transcripts],
+        )
+
+    def play_evaluation(self, act: Act) -> Episodes:
+        """Play the evaluation seeds, always the same, once each, with all there is to know of them.
 
         At most ``batch_size`` × ``group_size`` are played at a time.
 
@@ -242,7 +254,7 @@ class SyncMultiTurnVecEnv:
 
     def _finish(
         self,
-        act: Callable[[list[ReasoningPrompts]], ActionResult],
+        act: Act,
         prompts: list[ReasoningPrompts],
     ) -> EpisodeBatch:
         while prompts:

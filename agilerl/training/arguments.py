@@ -38,7 +38,7 @@ _ENV_MEMBERS = (
     "prompt_lengths",
     "reset",
     "step",
-    "eval_mode",
+    "evaluate",
     "state_dict",
     "load_state_dict",
     "__len__",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from agilerl.llm.config import SamplingConfig
-    from agilerl.typing import ActionResult, ExperiencesType
+    from agilerl.typing import Act, ActionResult, Evaluation, ExperiencesType
 
 
 Row: TypeAlias = "dict[str, float]"
@@ -88,7 +88,7 @@ class SingleTurnEnv(Protocol):
 
     def step(self, completion_ids: Any) -> Any: ...
 
-    def eval_mode(self) -> AbstractContextManager[Any]: ...
+    def evaluate(self, act: Act, loop: int = 1) -> Evaluation: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -24,6 +24,7 @@ from agilerl.testing import (
     spell_backward_datasets,
     spell_backward_reward,
 )
+from agilerl.typing import ActionResult, ReasoningPrompts
 
 MakeEnv = Callable[..., ReasoningGym]
 Complete = Callable[..., list[torch.Tensor]]
@@ -299,6 +300,28 @@ def test_every_test_row_is_scored_once_in_order(
         assert env.questions == env.answers == []
     assert torch.cat(rewards).tolist() == [[2.0 * (100 + i)] * group for i in range(rows)]
     assert sorted(scored) == sorted(list(sums(100, rows)["question"]) * group)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_evaluate_answers_the_test_split_and_says_what_was_asked(
+    make_env: MakeEnv, complete: Complete, group: int
+) -> None:
+    env = make_env(eval_batch_size=2, return_raw_completions=True)
+    waiting = env.reset()
+
+    def act(prompts: list[ReasoningPrompts]) -> ActionResult:
+        texts = [[f"{'204' if '102' in prompt['text'] else 'no'}"] * group for prompt in prompts]
+        return ActionResult(complete(prompts, texts), [])
+
+    evaluation = env.evaluate(act, loop=2)
+    expected = [0.0, 0.0, 1.0, 0.0, 0.0]
+    numbers = [100 + i for i in range(5) for _ in range(group)] * 2
+    assert evaluation.rewards.tolist() == [r for r in expected for _ in range(group)] * 2
+    assert evaluation.rewards.dtype == torch.float32
+    assert evaluation.questions == [f"{i}+{i}?" for i in numbers]
+    assert evaluation.answers == [str(2 * i) for i in numbers]
+    assert evaluation.completions == ["204" if i == 102 else "no" for i in numbers]
+    assert [p["text"] for p in env.reset()] == [p["text"] for p in waiting]
 
 
 def test_default_evaluation_batch(make_env: MakeEnv) -> None:

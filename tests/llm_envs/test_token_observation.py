@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agilerl.llm_envs import TokenObservationWrapper, turn_boundary
 from agilerl.testing import byte_tokenizer
+from agilerl.typing import ActionResult, ReasoningPrompts
 
 
 class Script:
@@ -22,6 +23,7 @@ class Script:
     ) -> None:
         self.observations, self.info, self.endless = observations, info or {}, endless
         self.heard: list[str] = []
+        self.seed: int | None = None
         self.closed = False
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -401,6 +403,22 @@ def test_128_turns_cost_the_tokenisation_of_128_single_turns() -> None:
     single = cost(TokenObservationWrapper(Script(observation), byte_tokenizer(), 1), ["A"])
     assert long[0] <= 1.5 * turns * single[0]
     assert long[1] <= 1.5 * turns * single[1]
+
+
+def test_evaluate_plays_the_first_seeds() -> None:
+    script, tokenizer = Script("a", "b"), byte_tokenizer()
+    env = TokenObservationWrapper(script, tokenizer, max_turns=2, apply_chat_template=False)
+    seeds: list[int] = []
+
+    def act(prompts: list[ReasoningPrompts]) -> ActionResult:
+        seeds.append(script.seed)
+        return ActionResult([answer(prompt, "x", tokenizer) for prompt in prompts], [])
+
+    evaluation = env.evaluate(act, loop=3)
+    assert seeds == [0, 0, 1, 1, 2, 2]
+    assert evaluation.rewards.tolist() == [1.0 + 2.0] * 3
+    assert evaluation.questions == ["a"] * 3
+    assert evaluation.completions == ["x<|im_end|>bx<|im_end|>"] * 3
 
 
 def test_close() -> None:

@@ -419,13 +419,17 @@ def test_evaluation_plays_its_seeds_once_each() -> None:
 
     env = vec_env(batch_size=2, group_size=2, evaluation_episodes=7)
     env.reset([1, 2])
-    episodes = env.evaluate(greedy)
+    episodes = env.play_evaluation(greedy)
     assert sizes == [3, 4]
     assert seeds == list(range(EVALUATION_SEED_START, EVALUATION_SEED_START + 7))
     assert episodes.turns.tolist() == [1 + seed % 3 for seed in seeds]
     assert episodes.trajectory_ids.tolist() == list(range(7))
     with pytest.raises(RuntimeError, match="call reset"):
         env.step([])
+    evaluation = env.evaluate(act, loop=2)
+    assert evaluation.rewards.tolist() == episodes.returns.tolist() * 2
+    assert evaluation.questions == episodes.first_prompts * 2
+    assert evaluation.completions == episodes.transcripts * 2
 
 
 class TextGame:

@@ -40,15 +40,9 @@ class WritingAgent(FakeAgent):
         return ActionResult(ids, masks)
 
     def test(self, env: ReasoningGym) -> np.ndarray:
-        rewards = []
-        with env.eval_mode():
-            prompts = env.reset()
-            while prompts:
-                action = self.get_action(prompts, training=False)
-                prompts, scored = env.step(action.completion_ids)[:2]
-                rewards.append(scored.flatten().numpy())
-        self.fitness.append(float(np.concatenate(rewards).mean()))
-        return np.concatenate(rewards)
+        rewards = env.evaluate(lambda prompts: self.get_action(prompts, training=False)).rewards
+        self.fitness.append(float(rewards.mean()))
+        return rewards.numpy()
 
 
 def rows(prefix: str, answers: list[str]) -> Dataset:

@@ -17,7 +17,7 @@ import torch
 
 from agilerl.llm.checkpoint.grid import ATTRIBUTES_FILE
 from agilerl.llm.config import SamplingConfig
-from agilerl.typing import ActionResult
+from agilerl.typing import Act, ActionResult, Evaluation
 
 EOS, PAD = 1, 0
 
@@ -99,13 +99,11 @@ class FakeGym:
             return following, rewards, self.last_completions
         return following, rewards
 
-    @contextmanager
-    def eval_mode(self) -> Iterator[FakeGym]:
+    def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
         kept, self.evaluating = self.pending, True
-        try:
-            yield self
-        finally:
-            self.pending, self.evaluating = kept, False
+        rewards = [self.step(act(self.reset()).completion_ids)[1] for _ in range(loop)]
+        self.pending, self.evaluating = kept, False
+        return Evaluation(torch.cat(rewards).flatten())
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.num_epochs, "position": self.position}
@@ -183,12 +181,9 @@ class FakeAgent:
         return {"mean_loss": 0.5, "mean_kl": 0.25 * len(self.learned)}
 
     def test(self, env: FakeGym) -> np.ndarray:
-        with env.eval_mode():
-            prompts = env.reset()
-            result = self.get_action(prompts, training=False)
-            rewards = env.step(result.completion_ids)[1].flatten().numpy()
+        rewards = env.evaluate(lambda prompts: self.get_action(prompts, training=False)).rewards
         self.fitness.append(float(rewards.mean()))
-        return rewards
+        return rewards.numpy()
 
     def set_reference_policy(self, reference_update_tracker: int) -> None:
         self.trackers.append(reference_update_tracker)

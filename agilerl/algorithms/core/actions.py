@@ -1,22 +1,15 @@
-"""From prompt dicts to 1-D prompts, from completions to an ``ActionResult``, and evaluation."""
+"""What ``get_action`` takes and returns: from prompt dicts to ids, from ids to ``ActionResult``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 
 from agilerl.llm.batch import stack_rows
 from agilerl.llm.generation import Completions
-from agilerl.typing import ActionResult, MultiTurnEnv, ReasoningPrompts
-
-if TYPE_CHECKING:
-    from agilerl.algorithms.core.llm import LLMAlgorithm
-
-Act: TypeAlias = Callable[[Sequence[ReasoningPrompts]], ActionResult]
-"""How prompts are answered."""
+from agilerl.typing import ActionResult, ReasoningPrompts
 
 
 def unpadded_prompts(obs: Sequence[ReasoningPrompts] | ReasoningPrompts) -> list[torch.Tensor]:
@@ -71,56 +64,3 @@ def action_result(
         None if completions.logps is None else list(completions.logps)
     )
     return ActionResult(ids, masks, logps)
-
-
-def evaluate(agent: LLMAlgorithm, env: Any, loop: int) -> np.ndarray:
-    """Greedy rewards ``(loop · rows,)``: of the test split, or of episodes.
-
-    Raises:
-        TypeError: If the environment is of no known kind.
-        ValueError: If ``loop`` is not positive.
-    """
-    if loop < 1:
-        raise ValueError(f"loop is {loop}; it must be at least 1")
-
-    def act(prompts: Sequence[ReasoningPrompts]) -> ActionResult:
-        return agent.get_action(prompts, training=False)
-
-    if hasattr(env, "eval_mode"):
-        # The adapter is folded once for the whole split.
-        with env.eval_mode(), agent.policy.rollout_weights():
-            return np.concatenate([_answer_test_split(act, env) for _ in range(loop)])
-    if hasattr(env, "evaluate"):
-        with agent.rollout():
-            return np.concatenate([env.evaluate(act).returns.numpy() for _ in range(loop)])
-    if hasattr(env, "get_episode_data"):
-        with agent.rollout():
-            returns = [_play_episode(act, env, seed) for seed in range(loop)]
-        return np.array(returns, dtype=np.float32)
-    raise TypeError(
-        f"env is of type {type(env).__name__}; it must be a ReasoningGym, a SyncMultiTurnVecEnv or "
-        "a TokenObservationWrapper"
-    )
-
-
-def _answer_test_split(act: Act, env: Any) -> np.ndarray:
-    """Rewards ``(rows,)`` of a ``ReasoningGym`` in ``eval_mode``."""
-    rewards: list[torch.Tensor] = []
-    prompts = env.reset()
-    while prompts:
-        prompts, scored = env.step(act(prompts).completion_ids)[:2]
-        rewards.append(scored.reshape(-1))
-    # With fewer rows than processes, some have none.
-    return torch.cat([torch.zeros(0), *rewards]).numpy()
-
-
-def _play_episode(act: Act, env: MultiTurnEnv, seed: int) -> float:
-    """The return of one episode."""
-    prompt, _ = env.reset(seed=seed)
-    total, done = 0.0, False
-    while not done:
-        action = act([prompt]).completion_ids[0]
-        prompt, reward, terminated, truncated, _ = env.step(action)
-        total += reward
-        done = terminated or truncated
-    return total

@@ -13,8 +13,9 @@ import torch
 from peft import PeftModel
 
 from agilerl.algorithms.checkpoint import save_and_load
-from agilerl.algorithms.core.actions import action_result, evaluate, unpadded_prompts
+from agilerl.algorithms.core.actions import action_result, unpadded_prompts
 from agilerl.algorithms.core.build_policy import build_policy, context_length, eos_token_ids
+from agilerl.algorithms.core.evaluation import evaluate
 from agilerl.algorithms.core.evolvable import EvolvableAlgorithm
 from agilerl.algorithms.core.registry import NetworkGroup, OptimizerConfig
 from agilerl.distributed import ranks_of
@@ -173,8 +174,9 @@ class LLMAlgorithm(EvolvableAlgorithm):
 
         Args:
             env: A ``ReasoningGym``, whose training position is untouched; a
-                ``SyncMultiTurnVecEnv``, which plays its evaluation seeds; or a single multi-turn
-                environment, which plays the seeds 0 to ``loop - 1``.
+                ``SyncMultiTurnVecEnv``, which plays its evaluation seeds; a single multi-turn
+                environment, which plays the seeds 0 to ``loop - 1``; or any other that follows
+                ``agilerl.typing.EvaluableEnv``.
             loop: How many times to go through the split, or the evaluation seeds.
 
         Returns:
@@ -183,11 +185,11 @@ class LLMAlgorithm(EvolvableAlgorithm):
             them in the order of ranks, so that fitness is the same on each.
 
         Raises:
-            TypeError: If the environment is of another kind.
+            TypeError: If the environment has no ``evaluate``.
             ValueError: If ``loop`` is not positive.
         """
         ranks = ranks_of(self.accelerator)
-        scores = np.concatenate(ranks.gather(evaluate(self, env, loop)))
+        scores = np.concatenate(ranks.gather(evaluate(self, env, loop).numpy()))
         self.fitness.append(float(scores.mean()))
         return scores
 
