@@ -12,9 +12,14 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
+import warnings
 from dataclasses import dataclass
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
+
+PACKAGE = str(Path(__file__).parent)
 
 _warned: set[str] = set()
 
@@ -31,6 +36,14 @@ def warn_once(logger: logging.Logger, message: str, *args: Any) -> None:
     if text not in _warned:
         _warned.add(text)
         logger.warning(text)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Give a Python warning about an argument, at the user's line that passed it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Number:
         finite = self.integer or not self.finite or math.isfinite(value)
         end = "" if math.isinf(self.high) else f" and at most {self.high:g}"
         least = "above" if self.open_low else "at least"
-        allowed = f"{least} {self.low:g}{end}" if finite else "finite"
+        allowed = f"{least} {self.low:g}{end}" + ("" if finite else " and finite")
         require(
             inside and value <= self.high and finite, f"{name} is {value}; it must be {allowed}"
         )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agilerl.algorithms.core.arguments import check_arguments, stacklevel_of_caller
+from agilerl.algorithms.core.arguments import GRPOArguments
 from agilerl.algorithms.core.learn_inputs import (
     check_trajectory_ids,
     shape_rewards,
@@ -16,6 +15,7 @@ from agilerl.algorithms.core.learn_inputs import (
 )
 from agilerl.algorithms.core.llm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
+from agilerl.checks import warn
 from agilerl.distributed import Ranks, ranks_of
 from agilerl.llm.advantages import compute_advantages
 from agilerl.llm.batch import Batch, make_batch
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class GRPO(LLMAlgorithm):
+class GRPO(GRPOArguments, LLMAlgorithm):
     """Group Relative Policy Optimization, https://arxiv.org/abs/2402.03300.
 
     Each prompt is answered ``group_size`` times; a completion's advantage is its reward relative to
@@ -136,23 +136,6 @@ class GRPO(LLMAlgorithm):
         NotImplementedError: For an option that is not supported yet.
     """
 
-    loss_type: LossType
-    beta: float
-    clip_coef: float | tuple[float, float]
-    max_grad_norm: float
-    update_epochs: int
-    use_kl_advantage_shaping: bool
-    adv_norm: AdvNorm
-    importance_sampling_level: RatioLevel | None
-    advantage_granularity: str
-    whiten_advantages: bool
-    adv_clip_range: float | None
-    filter_zero_adv: bool
-    adv_filter_eps: float
-    vllm_importance_sampling_correction: bool
-    vllm_importance_sampling_cap: float
-    loss_reduction: Reduction | None
-
     def __init__(  # noqa: PLR0913, PLR0917 - the public contract: flat keywords, each documented
         self,
         pad_token_id: int,
@@ -218,18 +201,10 @@ class GRPO(LLMAlgorithm):
         *,
         loss_reduction: Reduction | None = None,
     ) -> None:
-        arguments = {
-            name: value for name, value in locals().items() if name not in ("self", "__class__")
-        }
-        check_arguments(arguments)
+        super().__init__(locals())
         if action_granularity is not None:
-            warnings.warn(
-                "action_granularity is deprecated; use advantage_granularity",
-                DeprecationWarning,
-                stacklevel=stacklevel_of_caller(),
-            )
-            arguments |= {"advantage_granularity": action_granularity, "action_granularity": None}
-        super().__init__(arguments)
+            warn("action_granularity is deprecated; use advantage_granularity", DeprecationWarning)
+            self.advantage_granularity, self.action_granularity = action_granularity, None
 
     def learn(
         self,

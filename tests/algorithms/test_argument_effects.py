@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -130,6 +131,17 @@ def test_advantages_per_turn() -> None:
 def test_turn_level_ratios_need_turn_ids() -> None:
     with pytest.raises(ValueError, match=r"turn_ids is None.*'turn'"):
         trained(importance_sampling_level="turn")
+
+
+def test_an_infinite_cap_leaves_the_importance_weights_as_they_are() -> None:
+    sampled = [torch.full((int(mask.sum()),), -30.0) for mask in fixed_rollouts()[1]]
+    metrics = {
+        cap: trained(vllm_importance_sampling_cap=cap, extra={"sampling_logps": sampled})[1]
+        for cap in (2.0, float("inf"))
+    }
+    assert metrics[2.0]["importance_weight_capped"] == 1.0
+    assert metrics[float("inf")]["importance_weight_capped"] == 0.0
+    assert math.isfinite(metrics[float("inf")]["mean_loss"])
 
 
 @pytest.mark.slow

@@ -14,8 +14,6 @@ from peft import LoraConfig
 from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.llm.config import CosineLRScheduleConfig
 
-# Bound to one process, or saved elsewhere in the checkpoint.
-NOT_SAVED = ("actor_network", "accelerator", "device", "wrap", "clone")
 _DTYPE = "__dtype__"
 
 
@@ -23,8 +21,6 @@ def encode_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Constructor arguments in a form that loads with ``weights_only=True``."""
     encoded = {}
     for name, value in arguments.items():
-        if name in NOT_SAVED:
-            continue
         if isinstance(value, LoraConfig | HyperparameterConfig):
             value = value.to_dict()
         elif isinstance(value, CosineLRScheduleConfig):

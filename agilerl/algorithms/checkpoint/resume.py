@@ -28,20 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How the agent in hand was built: model, adapter layout, engines. The checkpoint has to fit these.
-_OF_THE_AGENT = (
-    "index",
-    "model_name",
-    "model_config",
-    "lora_config",
-    "lora_target_scope",
-    "use_separate_reference_adapter",
-    "quantization_config",
-    "torch_compiler",
-    "use_vllm",
-    "vllm_config",
-)
-
 
 @dataclass(frozen=True)
 class SavedAgent:
@@ -154,11 +140,12 @@ def _is(what: str) -> str:
 
 def _settings(agent: LLMAlgorithm, saved: dict[str, Any]) -> dict[str, Any]:
     """The saved hyperparameters; says which of the agent's own have no effect."""
-    own = encode_arguments(agent.inspect_attributes(agent, input_args_only=True))
+    own = encode_arguments(agent.saved_arguments())
+    resumed = {name for name, row in agent.argument_table().items() if row.resumed}
     mutable = set(agent.hp_config or ())
     differing = [
         f"{name}={saved[name]!r} (not {own[name]!r})"
-        for name in saved.keys() & own.keys() - mutable - set(_OF_THE_AGENT)
+        for name in (saved.keys() & own.keys() & resumed) - mutable
         if saved[name] != own[name]
     ]
     if differing:
@@ -170,7 +157,7 @@ def _settings(agent: LLMAlgorithm, saved: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in decode_arguments(saved).items()
-        if name in own and name not in _OF_THE_AGENT
+        if name in own and name in resumed
     }
 
 

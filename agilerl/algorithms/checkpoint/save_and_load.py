@@ -180,7 +180,7 @@ def _attributes(agent: LLMAlgorithm) -> dict[str, Any]:
     history = {name: getattr(agent, name) for name in ("index", *agent._history)}
     return {
         "algo": agent.algo,
-        "arguments": encode_arguments(agent.inspect_attributes(agent, input_args_only=True)),
+        "arguments": encode_arguments(agent.saved_arguments()),
         "history": {name: encode_value(value, name) for name, value in history.items()},
         "rng_state": agent.rng.get_state(),
         "bad_steps": agent.health.bad_steps,

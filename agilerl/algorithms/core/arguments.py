@@ -1,245 +1,296 @@
-"""Checks of the constructor's arguments: every bad value is named at once, with what is allowed."""
+"""The constructor arguments of all algorithms: one row each, with what is true of the argument.
+
+A row stands where the attribute is declared, so name, type, default and rule are one line::
+
+    beta: float = argument(Number(0), 0.001, mutable=True)
+
+:class:`LLMArguments` are those of every algorithm, :class:`GRPOArguments` those of GRPO, GSPO and
+CISPO. Of the rows are read: what values are refused, what a checkpoint holds, what a resumed run
+takes from it, and what ``hp_config`` may name.
+
+To add an argument to GRPO: a row here; the parameter of ``GRPO.__init__``, with its docstring; and
+the method that builds the record it belongs to (``loss_config``, ``sampling_config``, ...). To
+write another algorithm, subclass ``LLMAlgorithm`` with a constructor and rows for the arguments
+that are its own. What its constructor leaves out has the row's default; ``clone`` and ``load`` need
+``actor_network``, ``index``, ``lora_config``, ``accelerator``, ``device``, ``wrap`` and ``clone``.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
-import warnings
 from collections.abc import Callable, Mapping
-from numbers import Real
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import torch
+from accelerate import Accelerator
 from peft import LoraConfig
 
-from agilerl.algorithms.core.build_policy import check_network
+from agilerl.algorithms.core.argument_rules import (
+    check_clip_coef,
+    check_device,
+    check_network,
+    check_pad_token_id,
+    check_text,
+)
 from agilerl.algorithms.core.registry import HyperparameterConfig
-from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, InstanceOf, Number, OneOf
-from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.checks import (
+    COUNT,
+    FLAG,
+    OPTIONAL_COUNT,
+    InstanceOf,
+    Number,
+    OneOf,
+    require,
+    warn,
+)
+from agilerl.llm.config import AdvNorm, CosineLRScheduleConfig, LossType, RatioLevel, Reduction
 from agilerl.llm.engine.accelerator_config import (
     check_accelerator,
     rank_batch_size,
     settings_without_effect,
 )
-from agilerl.llm.losses import LOSS_TABLE, clip_band
+from agilerl.llm.losses import LOSS_TABLE
 
 logger = logging.getLogger(__name__)
 
+Rule = Callable[[str, Any], None]
+
+REQUIRED = inspect.Parameter.empty
+POSITIVE = Number(0, open_low=True)
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-REDUCTIONS = ("sequence", "token", "constant", "sum")
-RATIO_LEVELS = ("token", "turn", "trajectory")
 GRANULARITIES = ("auto", "trajectory", "turn")
 
-# Accepted by the signature, not built yet: only the default is possible.
-NOT_YET = {
-    "use_vllm": False,
-    "vllm_config": None,
-    "use_liger_loss": False,
-    "fused_loss_chunk_rows": None,
-    "use_sequence_packing": False,
-    "activation_offload": False,
-    "quantization_config": None,
-}
 
+@dataclass(frozen=True)
+class Argument:
+    """What is true of a constructor argument."""
 
-def _clip_coef(name: str, value: Any) -> None:
-    pair = isinstance(value, tuple | list)
-    if pair and len(value) != 2:
-        raise ValueError(f"{name} is {value!r}; a tuple must be the band (lo, hi)")
-    for part in value if pair else (value,):
-        if not isinstance(part, Real) or isinstance(part, bool):
-            raise TypeError(f"{name} is {value!r}; it must be a number or a tuple (lo, hi)")
-    clip_band(value)
+    rule: Rule | None
+    """Called with name and value; raises for a bad one. None: any value."""
+    default: Any = REQUIRED
+    saved: bool = True
+    """Part of a checkpoint. Not: what belongs to the process that the agent runs in."""
+    resumed: bool = True
+    """A resumed run takes the checkpoint's value. Not: what the agent was built around and the
+    checkpoint must fit, such as its model."""
+    mutable: bool = False
+    """May be named in ``hp_config``."""
+    supported: bool = True
+    """False: any value but the default raises NotImplementedError."""
 
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a bad value.
 
-def _pad_token(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise TypeError(
-            f"{name} is {value!r}; it must be a string: tokenizer.pad_token, or "
-            "tokenizer.eos_token where the tokenizer has no pad token"
+        Raises:
+            TypeError: Its type is wrong.
+            ValueError: It is out of range.
+            NotImplementedError: It is not supported yet.
+        """
+        if self.rule is not None:
+            self.rule(name, value)
+        require(
+            self.supported or value == self.default,
+            f"{name}={value!r} is not supported yet; leave it at {self.default!r}",
+            NotImplementedError,
         )
 
+    def __get__(self, agent: object, cls: type) -> Argument:
+        # An agent's own attribute comes first, so with an agent this is one that it does not have.
+        if agent is not None:
+            raise AttributeError(f"{cls.__name__!r} object has no such attribute")
+        return self
 
-def _pad_token_id(name: str, value: Any) -> None:
-    if value is None:
-        raise ValueError(
-            f"{name} is None: this tokenizer has no pad token; pass tokenizer.eos_token_id (and "
-            "tokenizer.eos_token as pad_token)"
+
+def argument(rule: Rule | None, default: Any = REQUIRED, **facts: bool) -> Any:
+    """A row of the table, to be assigned where the attribute is declared."""
+    return Argument(rule, default, **facts)
+
+
+class LLMArguments:
+    """Arguments of every algorithm that finetunes a language model."""
+
+    pad_token_id: int = argument(check_pad_token_id)
+    pad_token: str = argument(
+        InstanceOf(
+            str,
+            "a string: tokenizer.pad_token, or tokenizer.eos_token where the tokenizer has no pad "
+            "token",
+            optional=False,
         )
-    Number(0, integer=True)(name, value)
+    )
+    model_name: str | None = argument(check_text, None, resumed=False)
+    actor_network: Any = argument(check_network, None, saved=False)
+    model_config: dict[str, Any] | None = argument(
+        InstanceOf(dict, "a dict of keyword arguments for from_pretrained"), None, resumed=False
+    )
+    hp_config: HyperparameterConfig | None = argument(
+        InstanceOf(HyperparameterConfig, "a HyperparameterConfig"), None
+    )
+    index: int = argument(Number(0, integer=True), 0, resumed=False)
+    batch_size: int = argument(COUNT, 16, mutable=True)
+    lr: float = argument(POSITIVE, 5e-7, mutable=True)
+    group_size: int = argument(COUNT, 1, mutable=True)
+    temperature: float = argument(POSITIVE, 0.9, mutable=True)
+    repetition_penalty: float = argument(POSITIVE, 1.0)
+    top_p: float = argument(Number(0, 1, open_low=True), 0.95)
+    top_k: int | None = argument(Number(0, integer=True, optional=True), 50)
+    min_p: float = argument(Number(0, 1), 0.0)
+    use_memory_efficient_params: bool = argument(FLAG, True)
+    calc_position_embeddings: bool = argument(FLAG, True)
+    micro_batch_size_per_gpu: int | None = argument(OPTIONAL_COUNT, None, mutable=True)
+    max_output_tokens: int | None = argument(OPTIONAL_COUNT, None)
+    min_output_tokens: int | None = argument(Number(0, integer=True, optional=True), None)
+    max_model_len: int | None = argument(Number(2, integer=True, optional=True), 1024)
+    hf_generate_chunk_size: int | None = argument(OPTIONAL_COUNT, None)
+    lora_config: LoraConfig | None = argument(
+        InstanceOf(LoraConfig, "a peft.LoraConfig"), None, resumed=False
+    )
+    lora_target_scope: str | None = argument(check_text, None, resumed=False)
+    cosine_lr_schedule_config: CosineLRScheduleConfig | None = argument(
+        InstanceOf(CosineLRScheduleConfig, "a CosineLRScheduleConfig"), None
+    )
+    accelerator: Accelerator | None = argument(check_accelerator, None, saved=False)
+    device: Any = argument(check_device, "cpu", saved=False)
+    wrap: bool = argument(FLAG, True, saved=False)
+    # Of this name the agent has a method, not an attribute.
+    clone: Any = argument(FLAG, False, saved=False)
+    use_vllm: bool = argument(FLAG, False, resumed=False, supported=False)
+    vllm_config: Any = argument(None, None, resumed=False, supported=False)
+    seed: int = argument(Number(0, 2**63 - 1, integer=True), 42)
+    gradient_checkpointing: bool = argument(FLAG, True)
+    torch_compiler: str | None = argument(OneOf((None, *COMPILE_MODES)), None, resumed=False)
+    use_separate_reference_adapter: bool = argument(FLAG, True, resumed=False)
+    reduce_memory_peak: bool = argument(FLAG, False)
+    use_fused_linear_logprobs: bool = argument(FLAG, False)
+    cast_logprobs_to_fp32: bool = argument(FLAG, True)
+    fused_logprobs_chunk_rows: int | None = argument(OPTIONAL_COUNT, None)
+    quantization_config: Any = argument(None, None, resumed=False, supported=False)
+    activation_offload: bool = argument(FLAG, False, supported=False)
+    use_sequence_packing: bool = argument(FLAG, False, supported=False)
 
+    @classmethod
+    def argument_table(cls) -> dict[str, Argument]:
+        """All rows by name: the class's own and those of its parents."""
+        return {
+            name: row
+            for parent in reversed(cls.__mro__)
+            for name, row in vars(parent).items()
+            if isinstance(row, Argument)
+        }
 
-def _text(name: str, value: Any) -> None:
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}; it must be a string or None")
-    if value == "":
-        raise ValueError(f"{name} is ''; it must be a non-empty string or None")
+    @classmethod
+    def checked_arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of every row.
 
+        Args:
+            given: What the constructor was given; its whole ``locals()`` will do.
 
-def _actor_network(name: str, value: Any) -> None:
-    if value is not None:
-        check_network(value)
-
-
-def _device(name: str, value: Any) -> None:
-    remedy = "it must be 'cpu', 'cuda', 'cuda:<n>' or a torch.device"
-    if not isinstance(value, str | torch.device):
-        raise TypeError(f"{name} is {value!r}; {remedy}")
-    try:
-        device = torch.device(value)
-    except RuntimeError as error:
-        raise ValueError(f"{name} is {value!r}; {remedy}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} is {str(value)!r}; {remedy}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"{name} is {str(value)!r}, but torch sees {torch.cuda.device_count()} CUDA devices; "
-            "it must be one of them, or 'cpu'"
+        Raises:
+            TypeError: For a wrong type, or a parameter that has no row.
+            ValueError: For a value out of range, or two that contradict each other.
+            NotImplementedError: For an option that is not supported yet.
+        """
+        table = cls.argument_table()
+        unknown = given.keys() - table.keys() - {"self", "__class__"}
+        require(
+            not unknown,
+            f"{cls.__name__} takes {', '.join(sorted(unknown))} without declaring it: add "
+            "`name: type = argument(rule, default)` to the class",
+            TypeError,
         )
+        arguments = {name: given.get(name, row.default) for name, row in table.items()}
+        for name, row in table.items():
+            row.check(name, arguments[name])
+        cls.check_together(arguments)
+        return arguments
 
+    @classmethod
+    def check_together(cls, arguments: Mapping[str, Any]) -> None:
+        """Refuse values that contradict each other, and say which have no effect.
 
-def _hp_config(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if not isinstance(value, HyperparameterConfig):
-        raise TypeError(f"{name} is {value!r}; it must be a HyperparameterConfig or None")
-    for parameter in value:
-        rule = RULES.get(parameter)
-        if not isinstance(rule, Number) and rule is not _clip_coef:
-            allowed = [n for n, r in RULES.items() if isinstance(r, Number) or r is _clip_coef]
-            raise ValueError(
-                f"{name} names {parameter!r}, which is no hyperparameter that can be mutated; it "
-                f"must be one of {', '.join(allowed)}"
-            )
-        for limit in (value[parameter].min, value[parameter].max):
-            rule(f"limit of {parameter} in {name}", value[parameter].dtype(limit))
-
-
-RULES: dict[str, Callable[[str, Any], None]] = {
-    "pad_token_id": _pad_token_id,
-    "pad_token": _pad_token,
-    "model_name": _text,
-    "actor_network": _actor_network,
-    "model_config": InstanceOf(dict, "a dict of keyword arguments for from_pretrained"),
-    "hp_config": _hp_config,
-    "index": Number(0, integer=True),
-    "batch_size": COUNT,
-    "beta": Number(0),
-    "lr": Number(0, open_low=True),
-    "clip_coef": _clip_coef,
-    "max_grad_norm": Number(0, open_low=True),
-    "update_epochs": COUNT,
-    "group_size": COUNT,
-    "temperature": Number(0, open_low=True),
-    "repetition_penalty": Number(0, open_low=True),
-    "top_p": Number(0, 1, open_low=True),
-    "top_k": Number(0, integer=True, optional=True),
-    "min_p": Number(0, 1),
-    "use_memory_efficient_params": FLAG,
-    "calc_position_embeddings": FLAG,
-    "micro_batch_size_per_gpu": OPTIONAL_COUNT,
-    "max_output_tokens": OPTIONAL_COUNT,
-    "min_output_tokens": Number(0, integer=True, optional=True),
-    "max_model_len": Number(2, integer=True, optional=True),
-    "hf_generate_chunk_size": OPTIONAL_COUNT,
-    "lora_config": InstanceOf(LoraConfig, "a peft.LoraConfig"),
-    "cosine_lr_schedule_config": InstanceOf(CosineLRScheduleConfig, "a CosineLRScheduleConfig"),
-    "accelerator": check_accelerator,
-    "device": _device,
-    "wrap": FLAG,
-    "clone": FLAG,
-    "use_vllm": FLAG,
-    "seed": Number(0, 2**63 - 1, integer=True),
-    "gradient_checkpointing": FLAG,
-    "torch_compiler": OneOf((None, *COMPILE_MODES)),
-    "use_liger_loss": FLAG,
-    "use_kl_advantage_shaping": FLAG,
-    "adv_norm": OneOf(("mean_std", "mean_only")),
-    "loss_type": OneOf(tuple(LOSS_TABLE)),
-    "importance_sampling_level": OneOf((None, *RATIO_LEVELS)),
-    "advantage_granularity": OneOf(GRANULARITIES),
-    "action_granularity": OneOf((None, *GRANULARITIES)),
-    "use_separate_reference_adapter": FLAG,
-    "whiten_advantages": FLAG,
-    "adv_clip_range": Number(0, open_low=True, optional=True),
-    "filter_zero_adv": FLAG,
-    "adv_filter_eps": Number(0),
-    "reduce_memory_peak": FLAG,
-    "use_fused_linear_logprobs": FLAG,
-    "cast_logprobs_to_fp32": FLAG,
-    "fused_logprobs_chunk_rows": OPTIONAL_COUNT,
-    "activation_offload": FLAG,
-    "lora_target_scope": _text,
-    "fused_loss_chunk_rows": OPTIONAL_COUNT,
-    "vllm_importance_sampling_correction": FLAG,
-    "vllm_importance_sampling_cap": Number(0, open_low=True),
-    "use_sequence_packing": FLAG,
-    "loss_reduction": OneOf((None, *REDUCTIONS)),
-}
-
-
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Check a constructor's arguments by name.
-
-    Raises:
-        TypeError: For a wrong type.
-        ValueError: For a value out of range, or two that contradict each other.
-        NotImplementedError: For an option whose machinery is not there yet.
-    """
-    for name, rule in RULES.items():
-        rule(name, arguments[name])
-    for name, default in NOT_YET.items():
-        if arguments[name] != default:
-            raise NotImplementedError(
-                f"{name}={arguments[name]!r} is not supported yet; leave it at {default!r}"
-            )
-    _check_pairs(arguments)
-    for name in ("reduce_memory_peak", "use_fused_linear_logprobs"):
-        if arguments[name]:
-            logger.info(
-                "%s has no effect: log-probs are always computed in memory-bounded tiles", name
-            )
-
-
-def stacklevel_of_caller() -> int:
-    """The ``stacklevel`` that makes a warning point at the first frame outside this package."""
-    package = str(Path(__file__).parents[2])
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _check_pairs(arguments: Mapping[str, Any]) -> None:
-    """Values that contradict each other."""
-    if arguments["actor_network"] is None and arguments["model_name"] is None:
-        raise ValueError(
+        Subclasses add what holds of their own arguments.
+        """
+        require(
+            arguments["actor_network"] is not None or arguments["model_name"] is not None,
             "actor_network and model_name are both None; pass actor_network (a causal language "
-            "model) or model_name (a name or path to load)"
+            "model) or model_name (a name or path to load)",
         )
-    rank_batch_size(arguments["batch_size"], arguments["accelerator"])
-    least, most = arguments["min_output_tokens"], arguments["max_output_tokens"]
-    if least is not None and most is not None and least > most:
-        raise ValueError(
-            f"min_output_tokens is {least}; it must be at most max_output_tokens, which is {most}"
+        _check_hp_config(arguments["hp_config"] or HyperparameterConfig(), cls.argument_table())
+        rank_batch_size(arguments["batch_size"], arguments["accelerator"])
+        least, most = arguments["min_output_tokens"], arguments["max_output_tokens"]
+        require(
+            least is None or most is None or least <= most,
+            f"min_output_tokens is {least}; it must be at most max_output_tokens, which is {most}",
         )
-    if arguments["loss_reduction"] == "constant" and most is None:
-        raise ValueError(
+        ignored = settings_without_effect(arguments["accelerator"])
+        if ignored and not arguments["clone"]:
+            warn(f"these settings of accelerator have no effect: {'; '.join(ignored)}")
+        for name in ("reduce_memory_peak", "use_fused_linear_logprobs"):
+            if arguments[name]:
+                logger.info(
+                    "%s has no effect: log-probs are always computed in memory-bounded tiles", name
+                )
+
+
+def _check_hp_config(hp_config: HyperparameterConfig, table: Mapping[str, Argument]) -> None:
+    """Refuse limits of what cannot be mutated, or that an argument's own rule refuses."""
+    mutable = [name for name, row in table.items() if row.mutable]
+    for name, parameter in hp_config.items():
+        require(
+            name in mutable,
+            f"hp_config names {name!r}, which is no hyperparameter that can be mutated; it must be "
+            f"one of {', '.join(mutable)}",
+        )
+        for limit in (parameter.min, parameter.max):
+            table[name].check(f"limit of {name} in hp_config", parameter.dtype(limit))
+
+
+class GRPOArguments(LLMArguments):
+    """Arguments of GRPO, GSPO and CISPO besides."""
+
+    group_size: int = argument(Number(2, integer=True), 8, mutable=True)
+    beta: float = argument(Number(0), 0.001, mutable=True)
+    clip_coef: float | tuple[float, float] = argument(check_clip_coef, 0.2, mutable=True)
+    max_grad_norm: float = argument(POSITIVE, 0.1, mutable=True)
+    update_epochs: int = argument(COUNT, 1, mutable=True)
+    use_liger_loss: bool = argument(FLAG, False, supported=False)
+    fused_loss_chunk_rows: int | None = argument(OPTIONAL_COUNT, None, supported=False)
+    use_kl_advantage_shaping: bool = argument(FLAG, False)
+    adv_norm: AdvNorm = argument(OneOf(("mean_std", "mean_only")), "mean_std")
+    loss_type: LossType = argument(OneOf(tuple(LOSS_TABLE)), "grpo")
+    importance_sampling_level: RatioLevel | None = argument(
+        OneOf((None, "token", "turn", "trajectory")), None
+    )
+    advantage_granularity: str = argument(OneOf(GRANULARITIES), "auto")
+    action_granularity: str | None = argument(OneOf((None, *GRANULARITIES)), None)
+    whiten_advantages: bool = argument(FLAG, False)
+    adv_clip_range: float | None = argument(
+        Number(0, open_low=True, optional=True), None, mutable=True
+    )
+    filter_zero_adv: bool = argument(FLAG, False)
+    adv_filter_eps: float = argument(Number(0), 0.0)
+    vllm_importance_sampling_correction: bool = argument(FLAG, True)
+    vllm_importance_sampling_cap: float = argument(
+        Number(0, open_low=True, finite=False), 2.0, mutable=True
+    )
+    loss_reduction: Reduction | None = argument(
+        OneOf((None, "sequence", "token", "constant", "sum")), None
+    )
+
+    @classmethod
+    def check_together(cls, arguments: Mapping[str, Any]) -> None:
+        """Refuse values that contradict each other, and say which have no effect."""
+        super().check_together(arguments)
+        require(
+            arguments["loss_reduction"] != "constant" or arguments["max_output_tokens"] is not None,
             "loss_reduction is 'constant', which divides by max_output_tokens, but that is None; "
-            "it must be set"
+            "it must be set",
         )
-    ignored = settings_without_effect(arguments["accelerator"])
-    if ignored and not arguments["clone"]:
-        warnings.warn(
-            f"these settings of accelerator have no effect: {'; '.join(ignored)}",
-            stacklevel=stacklevel_of_caller(),
-        )
-    level = arguments["importance_sampling_level"]
-    # A clone would only repeat it.
-    if arguments["loss_type"] == "gspo" and level in ("token", "turn") and not arguments["clone"]:
-        warnings.warn(
-            f"importance_sampling_level={level!r} has no effect with loss_type 'gspo', which pools "
-            "the ratio over the trajectory",
-            stacklevel=stacklevel_of_caller(),
-        )
+        level = arguments["importance_sampling_level"]
+        pooled = arguments["loss_type"] == "gspo" and level in ("token", "turn")
+        if pooled and not arguments["clone"]:  # a clone would only repeat it
+            warn(
+                f"importance_sampling_level={level!r} has no effect with loss_type 'gspo', which "
+                "pools the ratio over the trajectory"
+            )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
+from agilerl.algorithms.core.argument_rules import check_network
 from agilerl.distributed import Ranks, ranks_of
 from agilerl.llm.adapters import default_lora_config, scope_lora_config
 from agilerl.llm.checkpoint.adapter_files import adapter_state_dict
@@ -28,7 +29,7 @@ from agilerl.llm.shared_base import SharedBase, load_base
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from agilerl.algorithms.core.llm import LLMAlgorithm
+    from agilerl.algorithms.core.arguments import LLMArguments
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class StartAdapter:
 _taken_off: WeakKeyDictionary[PeftModel, StartAdapter] = WeakKeyDictionary()
 
 
-def build_policy(agent: LLMAlgorithm, network: PreTrainedModel | PeftModel | None) -> Policy:
+def build_policy(agent: LLMArguments, network: PreTrainedModel | PeftModel | None) -> Policy:
     """The agent's adapters on ``network``, or on the model that its arguments name.
 
     Raises:
@@ -59,7 +60,7 @@ def build_policy(agent: LLMAlgorithm, network: PreTrainedModel | PeftModel | Non
     if network is None:
         assert agent.model_name is not None
         network = load_base(agent.model_name, agent.model_config, agent.device)
-        check_network(network)
+        check_network("model_name", network)
     partitioned = check_partition(network, agent.accelerator)
     model, start = plain_model(network)
     check_pad_token(agent.pad_token_id, model)
@@ -161,33 +162,6 @@ def check_same_weights(model: PreTrainedModel, ranks: Ranks) -> None:
         raise ValueError(
             "actor_network has other weights on other processes; load the same checkpoint on all "
             "of them, or seed its initialisation alike"
-        )
-
-
-def check_network(network: Any) -> None:
-    """Refuse what is not a causal language model.
-
-    Raises:
-        TypeError: It is no transformers or PEFT model.
-        ValueError: It is an encoder-decoder, or has no language-model head.
-    """
-    if not isinstance(network, PreTrainedModel | PeftModel):
-        hint = " (a name or path goes to model_name)" if isinstance(network, str) else ""
-        raise TypeError(
-            f"actor_network is of type {type(network).__name__}{hint}; it must be a causal "
-            "language model: AutoModelForCausalLM.from_pretrained(...), or a PeftModel of one"
-        )
-    model = network.get_base_model() if isinstance(network, PeftModel) else network
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"actor_network is {name}, an encoder-decoder; it must be a decoder-only model, as "
-            "AutoModelForCausalLM loads it"
-        )
-    if model.get_output_embeddings() is None:
-        raise ValueError(
-            f"actor_network is {name}, which has no language-model head; it must be a model with "
-            "one, as AutoModelForCausalLM loads it"
         )
 
 

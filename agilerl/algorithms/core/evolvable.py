@@ -34,8 +34,8 @@ class EvolvableAlgorithm:
     _machinery: tuple[str, ...] = ()
 
     def __init__(self, index: int, hp_config: HyperparameterConfig | None) -> None:
-        self._index = index
-        self._mut: Any = None
+        self.index = index
+        self.mut: Any = None
         self.algo = type(self).__name__
         self.hp_config = hp_config
         self.fitness: list[float] = []
@@ -45,24 +45,6 @@ class EvolvableAlgorithm:
         self._mutation_hooks: list[Callable[[], Any]] = []
         self._network_groups: list[NetworkGroup] = []
         self._optimizer_configs: list[OptimizerConfig] = []
-
-    @property
-    def index(self) -> int:
-        """Place in the population."""
-        return self._index
-
-    @index.setter
-    def index(self, value: int) -> None:
-        self._index = value
-
-    @property
-    def mut(self) -> Any:
-        """Name of the last mutation."""
-        return self._mut
-
-    @mut.setter
-    def mut(self, value: Any) -> None:
-        self._mut = value
 
     def register_network_group(self, group: NetworkGroup) -> None:
         """Declare a network by attribute name."""
@@ -87,20 +69,22 @@ class EvolvableAlgorithm:
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
         """Networks, and unless ``networks_only`` the optimizers, by attribute name."""
-        names = [group.eval_network for group in self._network_groups]
-        if not networks_only:
-            names += [config.name for config in self._optimizer_configs]
+        names = self._evolvable_names(networks_only)
         return {name: getattr(self, name) for name in names}
+
+    def _evolvable_names(self, networks_only: bool = False) -> list[str]:
+        networks = [group.eval_network for group in self._network_groups]
+        return networks + [config.name for config in self._optimizer_configs if not networks_only]
 
     def get_policy(self) -> Any:
         """The network that acts."""
-        (group,) = (group for group in self._network_groups if group.policy)
-        return getattr(self, group.eval_network)
+        (name,) = (group.eval_network for group in self._network_groups if group.policy)
+        return self.evolvable_attributes(networks_only=True)[name]
 
     @classmethod
     def argument_names(cls) -> list[str]:
         """Names of the constructor's arguments."""
-        return [name for name in inspect.signature(cls).parameters if name != "self"]
+        return list(inspect.signature(cls).parameters)
 
     @staticmethod
     def inspect_attributes(
@@ -112,27 +96,22 @@ class EvolvableAlgorithm:
             agent: The agent.
             input_args_only: Only those that are constructor arguments.
         """
-        arguments = agent.argument_names()
-        if input_args_only:
-            # "clone" is the method; the network is no plain value.
-            return {
-                name: getattr(agent, name)
-                for name in arguments
-                if name not in ("actor_network", "clone")
-            }
-        evolvable = agent.evolvable_attributes()
-        public = {name: value for name, value in vars(agent).items() if not name.startswith("_")}
-        public |= {"index": agent.index, "mut": agent.mut}
-        hidden = {*evolvable, *agent._machinery}
-        return {name: value for name, value in public.items() if name not in hidden}
+        hidden = {*agent._evolvable_names(), *agent._machinery}
+        public = {
+            name: value
+            for name, value in vars(agent).items()
+            if not name.startswith("_") and name not in hidden
+        }
+        if not input_args_only:
+            return public
+        return {name: public[name] for name in agent.argument_names() if name in public}
 
     @staticmethod
     def copy_attributes(agent: EvolvableAlgorithm, clone: EvolvableAlgorithm) -> EvolvableAlgorithm:
         """Copy history and hyperparameters of ``agent`` onto ``clone``, and return it."""
-        for name in agent._history:
-            setattr(clone, name, copy.deepcopy(getattr(agent, name)))
-        for name in agent.hp_config or ():
-            setattr(clone, name, getattr(agent, name))
+        own = vars(agent)
+        vars(clone).update({name: copy.deepcopy(own[name]) for name in agent._history})
+        vars(clone).update({name: own[name] for name in agent.hp_config or ()})
         return clone
 
     @classmethod

@@ -14,6 +14,7 @@ from peft import PeftModel
 
 from agilerl.algorithms.checkpoint import save_and_load
 from agilerl.algorithms.core.actions import action_result, unpadded_prompts
+from agilerl.algorithms.core.arguments import LLMArguments
 from agilerl.algorithms.core.build_policy import build_policy, context_length, eos_token_ids
 from agilerl.algorithms.core.evaluation import evaluate
 from agilerl.algorithms.core.evolvable import EvolvableAlgorithm
@@ -32,66 +33,38 @@ from agilerl.typing import ActionResult, ReasoningPrompts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from peft import LoraConfig
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
 
-class LLMAlgorithm(EvolvableAlgorithm):
+class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
     """Adapters, generation, evaluation and checkpoints of an agent; subclasses add ``learn``.
 
     Hyperparameters are plain attributes, read at every call: a changed ``agent.temperature`` or
     ``agent.lr`` takes effect at once.
 
     Args:
-        arguments: The constructor's arguments by name, already checked.
+        given: The constructor's arguments by name; ``locals()`` in a subclass's ``__init__``.
     """
 
-    model_name: str | None
-    model_config: dict[str, Any] | None
-    pad_token_id: int
-    pad_token: str
-    lr: float
-    batch_size: int
-    micro_batch_size_per_gpu: int | None
-    group_size: int
-    temperature: float
-    repetition_penalty: float
-    top_p: float
-    top_k: int | None
-    min_p: float
-    max_output_tokens: int | None
-    min_output_tokens: int | None
-    max_model_len: int | None
-    hf_generate_chunk_size: int | None
-    lora_config: LoraConfig | None
-    lora_target_scope: str | None
-    cosine_lr_schedule_config: CosineLRScheduleConfig | None
-    seed: int
-    gradient_checkpointing: bool
-    torch_compiler: str | None
-    calc_position_embeddings: bool
-    use_separate_reference_adapter: bool
-    cast_logprobs_to_fp32: bool
-    fused_logprobs_chunk_rows: int | None
-    accelerator: Accelerator | None
-    wrap: bool
     policy: Policy
     generator: Generator
     engine: LocalEngine
     _machinery = ("policy", "generator", "engine", "rng", "health", "training")
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        arguments = self.checked_arguments(given)
         super().__init__(arguments["index"], arguments["hp_config"])
+        network = arguments.pop("actor_network")  # it belongs to the shared base
+        del arguments["clone"]
         for name, value in arguments.items():
-            if name not in ("index", "hp_config", "actor_network", "clone"):
-                setattr(self, name, value)
+            setattr(self, name, value)
         if self.accelerator is not None:
             self.device = self.accelerator.device
         # Accelerate numbers CPUs, tensors do not.
         self.device = str(self.device).replace("cpu:0", "cpu")
-        self.policy = build_policy(self, arguments["actor_network"])
+        self.policy = build_policy(self, network)
         self.lora_config = self.policy.lora_config
         self.generator = HFGenerator(self.policy)
         ranks = ranks_of(self.accelerator)
@@ -381,6 +354,12 @@ class LLMAlgorithm(EvolvableAlgorithm):
             twin.rng.set_state(self.rng.get_state())
         self.copy_attributes(self, twin)
         return twin
+
+    def saved_arguments(self) -> dict[str, Any]:
+        """The constructor's arguments that a checkpoint holds, as they are now."""
+        table = self.argument_table()
+        arguments = self.inspect_attributes(self, input_args_only=True)
+        return {name: value for name, value in arguments.items() if table[name].saved}
 
     @property
     def last_checkpoint(self) -> str | None:

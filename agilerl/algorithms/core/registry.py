@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -68,6 +68,10 @@ class HyperparameterConfig:
     def names(self) -> list[str]:
         """Attribute names in the order given."""
         return list(self.config)
+
+    def items(self) -> ItemsView[str, RLParameter]:
+        """Pairs of attribute name and limits."""
+        return self.config.items()
 
     def __getitem__(self, name: str) -> RLParameter:
         return self.config[name]

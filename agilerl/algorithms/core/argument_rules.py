@@ -1,0 +1,89 @@
+"""Rules of single constructor arguments that the checks of :mod:`agilerl.checks` do not cover."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from agilerl.checks import InstanceOf, Number, require
+from agilerl.llm.losses import clip_band
+
+
+def check_clip_coef(name: str, value: Any) -> None:
+    """Refuse what is neither a clipping coefficient nor a band."""
+    pair = isinstance(value, tuple | list)
+    bounds = value if pair else (value,)
+    require(not pair or len(value) == 2, f"{name} is {value!r}; a tuple must be the band (lo, hi)")
+    require(
+        all(isinstance(bound, Real) and not isinstance(bound, bool) for bound in bounds),
+        f"{name} is {value!r}; it must be a number or a tuple (lo, hi)",
+        TypeError,
+    )
+    clip_band(value)
+
+
+def check_pad_token_id(name: str, value: Any) -> None:
+    """Refuse what is no token id."""
+    require(
+        value is not None,
+        f"{name} is None: this tokenizer has no pad token; pass tokenizer.eos_token_id (and "
+        "tokenizer.eos_token as pad_token)",
+    )
+    Number(0, integer=True)(name, value)
+
+
+def check_text(name: str, value: Any) -> None:
+    """Refuse what is neither None nor a string that says something."""
+    InstanceOf(str, "a string")(name, value)
+    require(value != "", f"{name} is ''; it must be a non-empty string or None")
+
+
+def check_device(name: str, value: Any) -> None:
+    """Refuse what is no device of this machine."""
+    remedy = "it must be 'cpu', 'cuda', 'cuda:<n>' or a torch.device"
+    require(isinstance(value, str | torch.device), f"{name} is {value!r}; {remedy}", TypeError)
+    try:
+        device = torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"{name} is {value!r}; {remedy}") from error
+    require(device.type in ("cpu", "cuda"), f"{name} is {str(value)!r}; {remedy}")
+    count = torch.cuda.device_count()
+    require(
+        device.type == "cpu" or (device.index or 0) < count,
+        f"{name} is {str(value)!r}, but torch sees {count} CUDA devices; it must be one of them, "
+        "or 'cpu'",
+    )
+
+
+def check_network(name: str, value: Any) -> None:
+    """Refuse what is not a causal language model.
+
+    Raises:
+        TypeError: It is no transformers or PEFT model.
+        ValueError: It is an encoder-decoder, or has no language-model head.
+    """
+    if value is None:
+        return
+    hint = " (a name or path goes to model_name)" if isinstance(value, str) else ""
+    require(
+        isinstance(value, PreTrainedModel | PeftModel),
+        f"{name} is of type {type(value).__name__}{hint}; it must be a causal language model: "
+        "AutoModelForCausalLM.from_pretrained(...), or a PeftModel of one",
+        TypeError,
+    )
+    model = value.get_base_model() if isinstance(value, PeftModel) else value
+    kind = type(model).__name__
+    require(
+        not model.config.is_encoder_decoder,
+        f"{name} is {kind}, an encoder-decoder; it must be a decoder-only model, as "
+        "AutoModelForCausalLM loads it",
+    )
+    require(
+        model.get_output_embeddings() is not None,
+        f"{name} is {kind}, which has no language-model head; it must be a model with one, as "
+        "AutoModelForCausalLM loads it",
+    )
