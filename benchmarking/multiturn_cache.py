@@ -102,6 +102,8 @@ def play(agent: GRPO, workload: Workload, side: str) -> dict[str, Any]:
     """Play all episodes; returns seconds and tokens run per turn, and what was sampled."""
     import torch
 
+    from agilerl.llm.generation.merged_weights import rollout_weights
+
     script = torch.Generator().manual_seed(workload.seed)
     agent.rng.manual_seed(workload.seed)
 
@@ -111,9 +113,9 @@ def play(agent: GRPO, workload: Workload, side: str) -> dict[str, Any]:
     starts = draw(workload.prompts, workload.prompt_tokens)
     rows = list(starts.repeat_interleave(workload.group_size, 0))
     report: dict[str, Any] = {"seconds": [], "tokens_run": []}
-    context = agent.generator.conversations() if side == "kept" else nullcontext()
-    # The adapter is folded once on both sides: only the cache differs.
-    with agent.policy.rollout_weights(), context, _counted(agent) as count:
+    context = agent.rollout() if side == "kept" else nullcontext()
+    # The adapter is merged once on both sides: only the cache differs.
+    with rollout_weights(agent.policy), context, _counted(agent) as count:
         for _ in range(workload.turns):
             before, start = count[0], time.perf_counter()
             done = agent.generator.generate(rows, 1, agent.sampling_config(), agent.rng)

@@ -1,11 +1,8 @@
-"""LoRA adapters as sets of tensors: find, copy, fold into a copy of the weights."""
+"""LoRA adapters as sets of tensors: their configuration, their parameters, copying them."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -164,65 +161,3 @@ def copy_adapter(source: dict[str, nn.Parameter], target: dict[str, nn.Parameter
                 f"{tuple(parameter.shape)}"
             )
         parameter.copy_(source[name])
-
-
-@dataclass(frozen=True)
-class _Fold:
-    parent: nn.Module
-    name: str
-    wrapped: nn.Module
-    folded: nn.Module
-
-
-@contextlib.contextmanager
-def folded_adapter(model: PeftModel, slot: str) -> Iterator[None]:
-    """Within it, the adapter is part of copies of the weights it targets: no LoRA branches.
-
-    The base itself is never written to: an in-place merge drifts with every round. Layers that
-    cannot be folded exactly (lower precision, quantized, DoRA and other variants, a bias on LoRA)
-    keep their branches.
-    """
-    folds = [
-        fold
-        for path_parent in _lora_layers(model)
-        if (fold := _fold(*path_parent, slot)) is not None
-    ]
-    for fold in folds:
-        fold.parent._modules[fold.name] = fold.folded
-    try:
-        yield
-    finally:
-        for fold in folds:
-            fold.parent._modules[fold.name] = fold.wrapped
-
-
-def _lora_layers(model: PeftModel) -> list[tuple[nn.Module, str, LoraLayer]]:
-    return [
-        (parent, name, child)
-        for parent in model.get_base_model().modules()
-        for name, child in parent.named_children()
-        if isinstance(child, LoraLayer)
-    ]
-
-
-@torch.no_grad()
-def _fold(parent: nn.Module, name: str, layer: LoraLayer, slot: str) -> _Fold | None:
-    base = layer.get_base_layer()
-    weight = base._parameters.get("weight")
-    exact = (
-        slot in layer.lora_A
-        and slot not in layer.lora_variant
-        and not layer.lora_bias[slot]
-        and type(base).__name__ in ("Linear", "Conv1D")
-        and weight is not None
-        and weight.dtype in (torch.float32, torch.float64)
-    )
-    if not exact:
-        return None
-    assert weight is not None
-    folded = copy.copy(base)
-    folded._parameters = dict(base._parameters)
-    folded._parameters["weight"] = nn.Parameter(
-        weight + layer.get_delta_weight(slot), requires_grad=False
-    )
-    return _Fold(parent, name, layer, folded)

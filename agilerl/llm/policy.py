@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -109,20 +108,6 @@ class Policy:
         """Delete this policy's slots; the base goes with its last user."""
         self._drop()
 
-    @contextlib.contextmanager
-    def rollout_weights(self) -> Iterator[None]:
-        """Within it the role in use generates; the weights do not change.
-
-        The adapter is folded into copies of the weights, where that is exact. On a partitioned base
-        all ranks enter and leave together, and each generates as often as it likes in between. The
-        base is put together once, which takes its whole memory while it lasts; without
-        ``gather_for_generation`` layer by layer in every forward, which takes a layer's, and the
-        adapter is not folded. Then nothing else that ranks do together may be done in between.
-        """
-        self.activate(self.role)
-        with self.base.ready_for_rollouts(self.slot(self.role)):
-            yield
-
     def compile(self, mode: str | None) -> None:
         """Run training forwards through ``torch.compile`` with this mode; None: as they are.
 
@@ -143,15 +128,6 @@ class Policy:
     def head(self) -> LogitHead:
         """The head as it stands now."""
         return find_head(self.base.model)
-
-    def rollout_head(self) -> LogitHead:
-        """The head for use within :meth:`rollout_weights`, once per forward of the decoder."""
-        head, partition = self.head(), self.base.partition
-        if partition is None or partition.gather_for_generation:
-            return head
-        from agilerl.llm.engine.partitioned_base import GatheredHead
-
-        return replace(head, module=GatheredHead(head.module, partition), weight=None, bias=None)
 
     def logprobs(
         self, batch: Batch, config: ForwardConfig, *, entropy: bool = True

@@ -44,8 +44,8 @@ class SharedBase:
         self._fingerprint: str | None = None
         self._active: tuple[str | None, bool] | None = None
         self._shares_prefixes: bool | None = None
-        self._folded: str | None = None
-        self._removed_meanwhile: list[str] = []
+        self._exclusive: str | None = None
+        self._to_remove: list[str] = []
         check_head(model)
 
     @classmethod
@@ -91,20 +91,6 @@ class SharedBase:
         """Within it a partitioned base is whole on every rank; all ranks together, then alone."""
         with contextlib.nullcontext() if self.partition is None else self.partition.whole_model():
             yield
-
-    @contextlib.contextmanager
-    def ready_for_rollouts(self, slot: str) -> Iterator[None]:
-        """Within it the active adapter may generate; may be nested.
-
-        Folded, where that is exact. On a partitioned base all ranks together; they are in step or,
-        with ``gather_for_generation``, alone.
-        """
-        if self.partition is not None and not self.partition.gather_for_generation:
-            with self.partition.in_step():
-                yield
-        else:
-            with self.whole(), self.folded(slot):
-                yield
 
     @property
     def decoder(self) -> nn.Module:
@@ -155,9 +141,9 @@ class SharedBase:
 
     def remove_slot(self, slot: str) -> None:
         """Delete an adapter; with the last one the user's model is plain again."""
-        if self._folded is not None:
-            # Folded layers are out of the tree now, and would keep the adapter's tensors.
-            self._removed_meanwhile.append(slot)
+        if self._exclusive is not None:
+            # Merged layers are out of the module tree now, and would keep the adapter's tensors.
+            self._to_remove.append(slot)
             return
         assert self.peft is not None
         others = [name for name in self.peft.peft_config if name != slot]
@@ -176,7 +162,7 @@ class SharedBase:
         """Make one adapter the model's only one; None: the bare base."""
         if self._active == (slot, trainable):
             return
-        if self._folded not in (None, slot):
+        if self._exclusive not in (None, slot):
             raise RuntimeError(
                 "another adapter is rolling out on this base; use one agent of a base at a time"
             )
@@ -189,20 +175,21 @@ class SharedBase:
         self._active = (slot, trainable)
 
     @contextlib.contextmanager
-    def folded(self, slot: str) -> Iterator[None]:
-        """Within it the active adapter is folded into copies of the weights; may be nested."""
-        if self._folded is not None:
+    def exclusive(self, slot: str) -> Iterator[None]:
+        """Within it no other adapter can be activated, and none is removed; may be nested.
+
+        For rollouts, which change the module tree. Adapters to be removed go when it ends.
+        """
+        if self._exclusive is not None:
             yield
             return
-        assert self.peft is not None
-        with adapters.folded_adapter(self.peft, slot):
-            self._folded = slot
-            try:
-                yield
-            finally:
-                self._folded = None
-        while self._removed_meanwhile:
-            self.remove_slot(self._removed_meanwhile.pop())
+        self._exclusive = slot
+        try:
+            yield
+        finally:
+            self._exclusive = None
+            while self._to_remove:
+                self.remove_slot(self._to_remove.pop())
 
 
 def load_base(

@@ -213,7 +213,7 @@ def rolled_out(agent: GRPO, rank: int) -> dict[str, Any]:
     """What a rank generates; another number of rows, lengths, chunks and turns on each."""
     count = 1 + 2 * rank
     agent.max_output_tokens, agent.hf_generate_chunk_size = 4, 2
-    with agent.rollout(), agent.policy.rollout_weights():
+    with agent.rollout(), agent.rollout():
         found: dict[str, Any] = {"one_by_one": answers(agent, count)}
     together = agent.get_action(prompts(count), training=False).completion_ids
     found |= {"together": together, "sampled": sampled(agent, count)}

@@ -6,96 +6,14 @@ import warnings
 
 import pytest
 import torch
-from model_families import make_family
-from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
 from rollout_helpers import PLAIN, lora, random_batch, random_policy
-from transformers import PreTrainedModel
 
 from agilerl.llm.adapters import (
     copy_adapter,
     default_lora_config,
-    folded_adapter,
     scope_lora_config,
 )
 from agilerl.testing import tiny_model
-
-
-def branches(model: torch.nn.Module) -> int:
-    return sum(isinstance(module, LoraLayer) for module in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("family", "config"),
-    [
-        ("qwen2", lora()),
-        ("qwen2", lora(target_modules=["q_proj", "lm_head"])),
-        ("qwen2", lora(use_rslora=True, r=4)),
-        ("gpt2", lora(fan_in_fan_out=True)),
-    ],
-    ids=["linear", "head", "rslora", "conv1d"],
-)
-def test_a_folded_adapter_equals_its_branches(family: str, config: LoraConfig) -> None:
-    model = make_family(family)
-    policy = random_policy(model, config)
-    batch = random_batch()
-    expected = policy.frozen_logprobs(batch, "actor", PLAIN)
-    with policy.rollout_weights(), torch.no_grad():
-        assert branches(policy.model) == 0
-        folded = policy.logprobs(batch, PLAIN).logp
-    torch.testing.assert_close(folded, expected[batch.action_mask], rtol=1e-6, atol=1e-6)
-    assert branches(policy.model) > 0
-
-
-def test_fifty_rounds_leave_base_and_adapters_bit_identical() -> None:
-    policy = random_policy(tiny_model())
-    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    for _ in range(50):
-        with policy.rollout_weights():
-            pass
-    now = dict(policy.model.named_parameters())
-    assert now.keys() == before.keys()
-    assert all(torch.equal(now[name], before[name]) for name in before)
-
-
-def test_the_branches_are_back_after_an_error() -> None:
-    policy = random_policy(tiny_model())
-    count = branches(policy.model)
-    with pytest.raises(RuntimeError, match="inside"), policy.rollout_weights():
-        raise RuntimeError("inside")
-    assert branches(policy.model) == count
-
-
-@pytest.mark.parametrize(
-    ("model", "config"),
-    [
-        (tiny_model(), lora(use_dora=True)),
-        (tiny_model(), lora(lora_bias=True, target_modules=["q_proj", "v_proj"])),
-        (tiny_model(dtype=torch.bfloat16), lora()),
-    ],
-    ids=["dora", "lora_bias", "bfloat16"],
-)
-def test_what_cannot_be_folded_exactly_keeps_its_branches(
-    model: PreTrainedModel, config: LoraConfig
-) -> None:
-    policy = random_policy(model, config)
-    batch = random_batch()
-    expected = policy.frozen_logprobs(batch, "actor", PLAIN)
-    with policy.rollout_weights(), torch.no_grad():
-        assert branches(policy.model) > 0
-        again = policy.logprobs(batch, PLAIN).logp
-    assert torch.equal(again, expected[batch.action_mask])
-
-
-def test_only_the_given_slot_is_folded() -> None:
-    model = tiny_model()
-    first, second = random_policy(model), random_policy(model, seed=5)
-    batch = random_batch()
-    expected = second.frozen_logprobs(batch, "actor", PLAIN)
-    with folded_adapter(second.model, second.slot("actor")), torch.no_grad():
-        folded = second.logprobs(batch, PLAIN).logp
-    torch.testing.assert_close(folded, expected[batch.action_mask], rtol=1e-6, atol=1e-6)
-    assert first.base is second.base
 
 
 def test_adapters_of_other_shapes_or_layers_are_not_copied() -> None:

@@ -11,9 +11,9 @@ from model_families import FAMILIES, UNSHARED_FAMILIES, make_family
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agilerl.algorithms import GRPO
-from agilerl.llm.generation.cache import GrowingLayer
-from agilerl.llm.generation.decode import Decode
+from agilerl.llm.generation.decode import CachedDecoder, DecodingLoop
 from agilerl.llm.generation.hf import HFGenerator, check_cache, new_token_limit
+from agilerl.llm.generation.kv_cache import GrowingLayer
 from agilerl.llm.head import LogitHead
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
@@ -108,13 +108,13 @@ def test_rows_end_with_the_end_of_sequence_or_at_their_limit() -> None:
 
 def test_finished_rows_leave_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    step = Decode._step
+    step = DecodingLoop._step
 
-    def recording(self, rows, cache, token):
+    def recording(self, rows, token, cache):
         sizes.append(len(token))
-        return step(self, rows, cache, token)
+        return step(self, rows, token, cache)
 
-    monkeypatch.setattr(Decode, "_step", recording)
+    monkeypatch.setattr(DecodingLoop, "_step", recording)
     generate(policy_of(small_vocabulary_model(6)), prompts_of([4], vocab=6), 64, max_new_tokens=20)
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < sizes[0] / 4
@@ -122,13 +122,13 @@ def test_finished_rows_leave_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_prompt_is_prefilled_once_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    decode = Decode._decode
+    hidden = CachedDecoder.hidden
 
     def recording(self, ids, mask, positions, cache):
         seen.append(tuple(ids.shape))
-        return decode(self, ids, mask, positions, cache)
+        return hidden(self, ids, mask, positions, cache)
 
-    monkeypatch.setattr(Decode, "_decode", recording)
+    monkeypatch.setattr(CachedDecoder, "hidden", recording)
     generate(policy_of(tiny_model()), prompts_of([9, 9]), 8, max_new_tokens=2, min_new_tokens=2)
     assert seen == [(2, 9), (16, 1)]
 
@@ -143,13 +143,13 @@ def test_equal_prompts_are_run_once_and_their_samples_stay(monkeypatch: pytest.M
         padding[number] = prompt
         alone.append(generate(policy, padding, 2)[2 * number : 2 * number + 2])
     shapes = []
-    decode = Decode._decode
+    hidden = CachedDecoder.hidden
 
     def recording(self, ids, mask, positions, cache):
         shapes.append(tuple(ids.shape))
-        return decode(self, ids, mask, positions, cache)
+        return hidden(self, ids, mask, positions, cache)
 
-    monkeypatch.setattr(Decode, "_decode", recording)
+    monkeypatch.setattr(CachedDecoder, "hidden", recording)
     together = generate(policy, prompts, 2)
     assert shapes[0] == (2, 9)
     assert shapes[1] == (10, 1)

@@ -46,24 +46,28 @@ def test_turns_in_a_rollout_are_those_outside(training: bool) -> None:
     handle = agent.policy.base.decoder.register_forward_pre_hook(
         lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    # Evaluation folds the weights too: again inside it is no work and no error.
-    with agent.rollout(), agent.policy.rollout_weights():
+    with agent.rollout(), agent.rollout():
         inside = three_turns(agent, training)
     handle.remove()
     assert all(torch.equal(a, b) for a, b in zip(outside, inside, strict=True))
     assert sorted(widths, reverse=True)[1] < 11  # one whole read, of the first prompts
 
 
-def test_the_adapter_is_folded_once_and_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adapter_is_merged_once_and_taken_out() -> None:
     agent = agent_of()
-    base, inside = agent.policy.base, []
+
+    def layers() -> list[torch.nn.Module]:
+        return [m for m in agent.policy.base.model.modules() if isinstance(m, torch.nn.Linear)]
+
+    before, inside = layers(), []
     with agent.rollout():
-        folded = base._folded
+        inside.append(layers())
         with agent.rollout():
             three_turns(agent, True)
-            inside.append(base._folded)
-        inside.append(base._folded)
+            inside.append(layers())
+        inside.append(layers())
         three_turns(agent, True)
-    assert folded is not None
-    assert inside == [folded, folded]
-    assert base._folded is None
+        inside.append(layers())
+    assert all(merged == inside[0] for merged in inside)
+    assert len(inside[0]) < len(before)  # no LoRA branches
+    assert layers() == before

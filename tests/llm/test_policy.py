@@ -236,31 +236,11 @@ def test_parameters_keep_their_order_and_carry_no_slot_name() -> None:
     randomise(first.parameters(), seed=1, dtype=torch.float32)
 
 
-def test_generation_and_log_probs_return_to_the_role_in_use() -> None:
+def test_log_probs_return_to_the_role_in_use() -> None:
     policy = random_policy(tiny_model())
     policy.use("reference")
     with policy.active(None):
         pass
     assert policy.model.active_adapters == [policy.slot("reference")]
-    with policy.rollout_weights():
-        assert policy.model.active_adapters == [policy.slot("reference")]
     policy.use("actor")
     assert policy.model.active_adapters == [policy.slot("actor")]
-
-
-def test_an_agent_that_goes_during_anothers_rollout_leaves_nothing_behind() -> None:
-    model = tiny_model()
-    size = sum(p.numel() for p in model.parameters())
-    staying, going = random_policy(model), random_policy(model, seed=7)
-    with staying.rollout_weights():
-        going.release()
-    assert set(staying.model.peft_config) == set(staying.slots.values())
-    staying.release()
-    assert sum(p.numel() for p in model.parameters()) == size
-
-
-def test_another_agent_cannot_act_inside_a_rollout() -> None:
-    model = tiny_model()
-    first, second = random_policy(model), random_policy(model, seed=7)
-    with first.rollout_weights(), pytest.raises(RuntimeError, match="one agent of a base"):
-        second.activate("actor")

@@ -26,7 +26,7 @@ from agilerl.llm.engine.accelerator_config import rank_micro_batch_size
 from agilerl.llm.engine.build import build_engine
 from agilerl.llm.engine.local import LocalEngine, cosine_schedule, set_learning_rate
 from agilerl.llm.generation import Generator
-from agilerl.llm.generation.hf import HFGenerator
+from agilerl.llm.generation.build import build_generator
 from agilerl.llm.policy import Policy
 from agilerl.llm.update import Health
 from agilerl.typing import ActionResult, ReasoningPrompts
@@ -66,7 +66,7 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
         self.device = str(self.device).replace("cpu:0", "cpu")
         self.policy = build_policy(self, network)
         self.lora_config = self.policy.lora_config
-        self.generator = HFGenerator(self.policy)
+        self.generator = build_generator(self.policy)
         ranks = ranks_of(self.accelerator)
         for role in self.policy.roles:
             ranks.broadcast(list(self.policy.parameters(role).values()))
@@ -127,6 +127,7 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
         """
         prompts = unpadded_prompts(obs)
         samples = self.group_size if training and repeat_prompts else 1
+        self.generator.sync(self.policy)
         completions = self.generator.generate(
             prompts, samples, self.sampling_config(training), self.rng
         )
@@ -136,10 +137,11 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
     def rollout(self) -> Iterator[None]:
         """Several calls of ``get_action`` with the same weights.
 
-        Within it the adapter is folded once, and a prompt that continues an earlier row has only
-        its new tokens run. Used where episodes have several turns, in training and evaluation.
+        Within it a prompt that continues an earlier row need not be run again from its start. Used
+        where episodes have several turns, and for whole evaluations. May be nested.
         """
-        with self.policy.rollout_weights(), self.generator.conversations():
+        self.generator.sync(self.policy)
+        with self.generator.session():
             yield
 
     def test(self, env: Any, loop: int = 1) -> np.ndarray:
@@ -322,6 +324,7 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
         The last agent on a base leaves a plain model without adapters.
         """
         if "policy" in vars(self):
+            self.generator.close()
             self.engine.close()
             self.policy.release()
             for name in ("policy", "generator", "engine"):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from agilerl.llm.config import SamplingConfig
+
+if TYPE_CHECKING:
+    from agilerl.llm.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,31 @@ class Completions:
 class Generator(Protocol):
     """What an agent needs to roll out; knows nothing of rewards or agents."""
 
+    @property
+    def differs_from_trainer(self) -> bool:
+        """Whether sampling and training compute log-probs by different code.
+
+        Then an importance-sampling correction has something to correct, and the agent asks for
+        log-probs (``SamplingConfig.return_logps``).
+        """
+        ...
+
+    def sync(self, policy: Policy) -> None:
+        """Generate with the policy's current weights and role from now on.
+
+        Called before every rollout, so it must be cheap where nothing has changed.
+        """
+        ...
+
+    def session(self) -> AbstractContextManager[None]:
+        """Several calls of :meth:`generate` with the same weights; may be nested.
+
+        Within it a prompt that starts with an earlier prompt and its completion may be completed
+        without running that part again. Completions are the same, beyond rounding. Leaving it frees
+        what was cached.
+        """
+        ...
+
     def generate(
         self,
         prompts: Sequence[torch.Tensor],
@@ -36,11 +64,6 @@ class Generator(Protocol):
         """Complete 1-D ``prompts``; all randomness comes from ``rng``."""
         ...
 
-    def conversations(self) -> AbstractContextManager[None]:
-        """Within it prompts may continue rows generated before, and weights do not change.
-
-        A prompt that starts with an earlier prompt and its completion (all but the last token
-        suffice) may then be completed without running that part again. Completions are the same,
-        beyond rounding. Leaving it frees what was kept.
-        """
+    def close(self) -> None:
+        """Free what the generator holds; it is not used again."""
         ...

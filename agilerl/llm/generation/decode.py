@@ -1,16 +1,15 @@
 """The decoding loop: a batch of prompts in, one completion per row out.
 
 Each distinct prompt is run once and its cache expanded over its rows; rows that have finished leave
-the batch; the cache grows in blocks, in place.
+the batch; cache and output grow in blocks with what is generated.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,13 +17,29 @@ from transformers.cache_utils import Cache
 
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation.attention import single_query_attention
-from agilerl.llm.generation.cache import CACHE_BLOCK, GrowingLayer, LayerTensors
+from agilerl.llm.generation.kv_cache import LayerTensors, growing_cache, layers_of
 from agilerl.llm.generation.sampling import next_tokens, penalise, scaled_logps
+from agilerl.llm.generation.uniforms import BLOCK
 from agilerl.llm.head import LogitHead
 
 # Finished rows leave once they are this share of the batch; moving the cache for each one would
 # cost more.
 COMPACT_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """What one batch is to complete."""
+
+    prompts: Sequence[torch.Tensor]
+    """The distinct 1-D prompts."""
+    prompt_index: Sequence[int]
+    """Row i continues ``prompts[prompt_index[i]]``."""
+    limits: Sequence[int]
+    """Most tokens row i may generate."""
+    uniforms: Callable[[int], torch.Tensor | None]
+    """Block n of the numbers that the rows are drawn with: ``(N, <= BLOCK)`` in [0, 1), or None
+    where decoding is greedy."""
 
 
 class CachedRows(NamedTuple):
@@ -38,8 +53,8 @@ class CachedRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """What a batch came to."""
+class BatchCompletions:
+    """The completions of one batch."""
 
     tokens: list[torch.Tensor]
     """Per row, the 1-D completion."""
@@ -47,6 +62,62 @@ class Decoded:
     """Per row, the 1-D float32 log-probs of its tokens, if asked for."""
     cached: list[CachedRows]
     """Every row's keys and values, if asked for."""
+
+
+class CachedDecoder:
+    """A model without its head, run on new tokens against a cache.
+
+    Args:
+        decoder: The model without its head.
+        left_padding: Whether rows may have different lengths; False: no mask and no positions are
+            passed, for models that have no use for them.
+        single_query: Whether single tokens may attend by :func:`single_query_attention`.
+    """
+
+    def __init__(self, decoder: nn.Module, *, left_padding: bool, single_query: bool) -> None:
+        self.decoder, self.left_padding, self.single_query = decoder, left_padding, single_query
+
+    def hidden(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache
+    ) -> torch.Tensor:
+        """Hidden states ``(N, T, D)`` of new tokens.
+
+        Args:
+            ids: ``(N, T)``.
+            mask: ``(N, L)`` bool over cached and new columns, False on padding.
+            positions: ``(N, T)``.
+            cache: Keys and values of the ``L - T`` columns before; the new ones are appended.
+        """
+        kwargs = {}
+        if self.left_padding:
+            kwargs = {"attention_mask": mask.long(), "position_ids": positions}
+        single = self.single_query and ids.shape[1] == 1
+        with single_query_attention(self.decoder) if single else contextlib.nullcontext():
+            output = self.decoder(input_ids=ids, past_key_values=cache, use_cache=True, **kwargs)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+
+class LeftPadded(NamedTuple):
+    """Rows of different lengths, right-aligned; each ``(N, T)``."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[torch.Tensor], pad_token_id: int, device: torch.device
+    ) -> LeftPadded:
+        """Pad 1-D ``rows``."""
+        width = max(len(row) for row in rows)
+        ids = torch.full((len(rows), width), pad_token_id, dtype=torch.long)
+        mask = torch.zeros(len(rows), width, dtype=torch.bool)
+        for i, row in enumerate(rows):
+            ids[i, width - len(row) :] = row
+            mask[i, width - len(row) :] = True
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        return cls(ids.to(device), mask.to(device), positions.to(device))
 
 
 @dataclass
@@ -61,10 +132,10 @@ class _Rows:
     """``(N,)`` position of the next token."""
     limits: torch.Tensor
     """``(N,)`` most tokens this row may generate."""
-    alive: torch.Tensor
-    """``(N,)`` bool: not finished yet. A finished row may run along; its tokens are dropped."""
+    unfinished: torch.Tensor
+    """``(N,)`` bool. A finished row may stay in the batch; its further tokens are dropped."""
     seen: torch.Tensor | None
-    """``(N, V)`` bool, tokens in prompt or completion; only kept for a repetition penalty."""
+    """``(N, V)`` bool, tokens in prompt or completion; only there for a repetition penalty."""
 
     def select(self, rows: torch.Tensor) -> _Rows:
         return _Rows(
@@ -72,153 +143,128 @@ class _Rows:
             mask=self.mask[rows],
             positions=self.positions[rows],
             limits=self.limits[rows],
-            alive=self.alive[rows],
+            unfinished=self.unfinished[rows],
             seen=None if self.seen is None else self.seen[rows],
         )
 
 
-class Decode:
-    """The loop, with one model and one way of sampling."""
+class DecodingLoop:
+    """Completes batches with one model and one way of sampling."""
 
     def __init__(
-        self, decoder: nn.Module, head: LogitHead, device: torch.device, sampling: SamplingConfig
+        self, model: CachedDecoder, head: LogitHead, device: torch.device, sampling: SamplingConfig
     ) -> None:
-        self.decoder, self.head, self.device, self.sampling = decoder, head, device, sampling
+        self.model, self.head, self.device, self.sampling = model, head, device, sampling
         self.eos = torch.tensor(sampling.eos_token_ids, device=device)
 
     def run(
-        self,
-        prompts: Sequence[torch.Tensor],
-        prompt_index: Sequence[int],
-        limits: Sequence[int],
-        uniforms: torch.Tensor,
-        *,
-        cache: Cache | None = None,
-        keep: bool = False,
-    ) -> Decoded:
+        self, batch: PromptBatch, cache: Cache | None = None, *, keep_cache: bool = False
+    ) -> BatchCompletions:
         """Complete one batch.
 
         Args:
-            prompts: The distinct 1-D prompts.
-            prompt_index: Row i continues ``prompts[prompt_index[i]]``
-            limits: by at most ``limits[i]`` tokens,
-            uniforms: drawn with row i of these ``(N, steps)`` numbers in [0, 1).
-            cache: First columns of the right-aligned prompts, which are then not run again.
-            keep: Also return keys and values.
+            batch: The prompts, and how often and how far each is completed.
+            cache: The first columns of the right-aligned prompts, which are then not run again.
+            keep_cache: Also return keys and values.
 
         Raises:
             RuntimeError: If the model's logits are not finite.
         """
-        cache = _empty_cache(max(limits)) if cache is None else cache
-        rows, logits = self._read(prompts, prompt_index, limits, cache)
-        uniforms = uniforms.to(self.device)
-        output = _Output(len(limits), max(limits), self.sampling, self.device)
+        longest = max(batch.limits)
+        cache = growing_cache(longest) if cache is None else cache
+        rows, logits = self._prefill(batch, cache)
+        output = _Output(len(batch.limits), longest, self.sampling, self.device)
         cached: list[CachedRows] = []
-        for step in range(max(limits)):
+        uniforms: torch.Tensor | None = None
+        for step in range(longest):
+            column = step % BLOCK
+            if column == 0 and (block := batch.uniforms(step // BLOCK)) is not None:
+                uniforms = block.to(self.device)
             token = next_tokens(
                 penalise(logits, rows.seen, step, self.sampling),
-                uniforms[rows.ids, min(step, uniforms.shape[1] - 1)],
+                None if uniforms is None else uniforms[rows.ids, column],
                 self.sampling,
             )
             output.add(rows, step, token, logits)
-            rows.alive = rows.alive & ~torch.isin(token, self.eos) & (step + 1 < rows.limits)
-            running = int(rows.alive.sum())
-            if running == 0:
+            rows.unfinished &= ~torch.isin(token, self.eos) & (step + 1 < rows.limits)
+            left = int(rows.unfinished.sum())
+            if left == 0:
                 break
-            if running <= (1 - COMPACT_SHARE) * len(rows.ids):
-                if keep:
+            if left <= (1 - COMPACT_SHARE) * len(rows.ids):
+                if keep_cache:
                     cached.append(_finished(rows, cache))
-                live = rows.alive.nonzero().squeeze(1)
-                rows, token = rows.select(live), token[live]
-                for layer in _layers(cache):
-                    layer.select(live)
-            logits = self._step(rows, cache, token)
-        tokens, logps = output.rows()
-        if keep:
+                rows, token = _compact(rows, token, cache)
+            logits = self._step(rows, token, cache)
+        if keep_cache:
             cached.append(_remaining(rows, cache))
-        return Decoded(tokens, logps, cached)
+        return BatchCompletions(*output.rows(), cached)
 
-    def _read(
-        self,
-        prompts: Sequence[torch.Tensor],
-        prompt_index: Sequence[int],
-        limits: Sequence[int],
-        cache: Cache,
-    ) -> tuple[_Rows, torch.Tensor]:
+    def _prefill(self, batch: PromptBatch, cache: Cache) -> tuple[_Rows, torch.Tensor]:
         """Run what ``cache`` lacks of each prompt; expand it and the first logits over the rows."""
-        device = self.device
-        width, cached = max(len(prompt) for prompt in prompts), cache.get_seq_length()
-        ids = torch.full((len(prompts), width), self.sampling.pad_token_id, dtype=torch.long)
-        mask = torch.zeros(len(prompts), width, dtype=torch.bool)
-        for i, prompt in enumerate(prompts):
-            ids[i, width - len(prompt) :] = prompt
-            mask[i, width - len(prompt) :] = True
-        ids, mask = ids.to(device), mask.to(device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        hidden = self._decode(ids[:, cached:], mask, positions[:, cached:], cache)
+        count = len(batch.prompts)
+        padded = LeftPadded.of(batch.prompts, self.sampling.pad_token_id, self.device)
+        start = cache.get_seq_length()
+        hidden = self.model.hidden(
+            padded.ids[:, start:], padded.mask, padded.positions[:, start:], cache
+        )
         logits = self.head.logits(hidden[:, -1])
-
-        index = torch.tensor(prompt_index, device=device)
-        if list(prompt_index) != list(range(len(prompts))):
-            for layer in _layers(cache):
+        index = torch.tensor(batch.prompt_index, device=self.device)
+        if list(batch.prompt_index) != list(range(count)):
+            for layer in layers_of(cache):
                 layer.select(index)
         seen = None
         if self.sampling.repetition_penalty != 1.0:
-            seen = torch.zeros(len(prompts), logits.shape[1], dtype=torch.bool, device=device)
-            for i, prompt in enumerate(prompts):
-                seen[i, prompt.to(device)] = True
+            seen = torch.zeros(count, logits.shape[1], dtype=torch.bool, device=self.device)
+            for i, prompt in enumerate(batch.prompts):
+                seen[i, prompt.to(self.device)] = True
             seen = seen[index]
         rows = _Rows(
-            ids=torch.arange(len(prompt_index), device=device),
-            mask=mask[index],
-            positions=mask.sum(1)[index],
-            limits=torch.tensor(limits, device=device),
-            alive=torch.ones(len(prompt_index), dtype=torch.bool, device=device),
+            ids=torch.arange(len(index), device=self.device),
+            mask=padded.mask[index],
+            positions=padded.mask.sum(1)[index],
+            limits=torch.tensor(batch.limits, device=self.device),
+            unfinished=torch.ones(len(index), dtype=torch.bool, device=self.device),
             seen=seen,
         )
         return rows, logits[index]
 
-    def _step(self, rows: _Rows, cache: Cache, token: torch.Tensor) -> torch.Tensor:
+    def _step(self, rows: _Rows, token: torch.Tensor, cache: Cache) -> torch.Tensor:
         """Feed one token per row and return the next logits ``(N, V)``."""
         if rows.seen is not None:
             rows.seen.scatter_(1, token[:, None], True)
         rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(token), 1)], dim=1)
-        hidden = self._decode(token[:, None], rows.mask, rows.positions[:, None], cache)
-        # A finished row stays where it is: a step further may be past the model's last position.
-        rows.positions = rows.positions + rows.alive.long()
+        hidden = self.model.hidden(token[:, None], rows.mask, rows.positions[:, None], cache)
+        # A finished row's position stays: one further may be past the model's last.
+        rows.positions = rows.positions + rows.unfinished.long()
         return self.head.logits(hidden[:, -1])
-
-    def _decode(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache
-    ) -> torch.Tensor:
-        kwargs = {}
-        if self.sampling.left_padding:
-            kwargs = {"attention_mask": mask.long(), "position_ids": positions}
-        single = ids.shape[1] == 1
-        with single_query_attention(self.decoder) if single else contextlib.nullcontext():
-            output = self.decoder(input_ids=ids, past_key_values=cache, use_cache=True, **kwargs)
-        return output.last_hidden_state
 
 
 class _Output:
-    """Sampled tokens and, if asked for, their log-probs: one line per row of the batch."""
+    """Sampled tokens and, if asked for, their log-probs, in blocks of columns."""
 
     def __init__(
-        self, rows: int, width: int, sampling: SamplingConfig, device: torch.device
+        self, rows: int, limit: int, sampling: SamplingConfig, device: torch.device
     ) -> None:
-        self.temperature = sampling.temperature
-        self.tokens = torch.full((rows, width), sampling.pad_token_id, device=device)
-        self.logps = torch.zeros(rows, width, device=device) if sampling.return_logps else None
+        self.limit, self.sampling = limit, sampling
+        self.tokens: list[torch.Tensor] = []
+        self.logps: list[torch.Tensor] = []
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.broken = torch.zeros((), dtype=torch.bool, device=device)
 
     def add(self, rows: _Rows, step: int, token: torch.Tensor, logits: torch.Tensor) -> None:
-        """Note a step: tokens ``(N,)`` and the ``(N, V)`` logits as the model made them."""
+        """Store a step: tokens ``(N,)`` and the ``(N, V)`` logits as the model made them."""
+        column = step % BLOCK
+        if column == 0:
+            shape = len(self.lengths), min(BLOCK, self.limit - step)
+            self.tokens.append(self.lengths.new_full(shape, self.sampling.pad_token_id))
+            if self.sampling.return_logps:
+                self.logps.append(torch.zeros(shape, device=token.device))
         self.broken |= ~(logits < torch.inf).all()
-        self.tokens[rows.ids, step] = token
-        if self.logps is not None:
-            self.logps[rows.ids, step] = scaled_logps(logits, token, self.temperature)
-        self.lengths[rows.ids] += rows.alive
+        self.tokens[-1][rows.ids, column] = token
+        if self.sampling.return_logps:
+            logps = scaled_logps(logits, token, self.sampling.temperature)
+            self.logps[-1][rows.ids, column] = logps
+        self.lengths[rows.ids] += rows.unfinished
 
     def rows(self) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         """Per row tokens and log-probs.
@@ -231,29 +277,29 @@ class _Output:
                 "the model's logits held NaN or inf during generation: its weights are broken (was "
                 "the learning rate too high?) or its dtype overflows"
             )
-        lengths = self.lengths.tolist()
-        tokens = [self.tokens[i, :n].cpu() for i, n in enumerate(lengths)]
-        if self.logps is None:
-            return tokens, None
-        return tokens, [self.logps[i, :n].cpu() for i, n in enumerate(lengths)]
+        tokens = self._without_padding(self.tokens)
+        return tokens, self._without_padding(self.logps) if self.sampling.return_logps else None
+
+    def _without_padding(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        columns = torch.cat([block.cpu() for block in blocks], dim=1)
+        return [row[:n].clone() for row, n in zip(columns, self.lengths.tolist(), strict=True)]
 
 
-def _layers(cache: Cache) -> list[GrowingLayer]:
-    return cast("list[GrowingLayer]", cache.layers)
-
-
-def _empty_cache(new_tokens: int) -> Cache:
-    room = min(CACHE_BLOCK, new_tokens)
-    return Cache(layer_class_to_replicate=cast(Any, partial(GrowingLayer, room)))
+def _compact(rows: _Rows, token: torch.Tensor, cache: Cache) -> tuple[_Rows, torch.Tensor]:
+    """Rows, their last tokens and their cache without the finished ones."""
+    live = rows.unfinished.nonzero().squeeze(1)
+    for layer in layers_of(cache):
+        layer.select(live)
+    return rows.select(live), token[live]
 
 
 def _finished(rows: _Rows, cache: Cache) -> CachedRows:
     """Copies of the finished rows, which are about to leave."""
-    done = (~rows.alive).nonzero().squeeze(1)
-    return CachedRows(rows.ids[done].tolist(), [layer.copy_of(done) for layer in _layers(cache)])
+    done = (~rows.unfinished).nonzero().squeeze(1)
+    return CachedRows(rows.ids[done].tolist(), [layer.copy_of(done) for layer in layers_of(cache)])
 
 
 def _remaining(rows: _Rows, cache: Cache) -> CachedRows:
     """All rows still in the batch: its buffers, not copied."""
-    buffers = [(layer.key_buffer, layer.value_buffer) for layer in _layers(cache)]
+    buffers = [(layer.key_buffer, layer.value_buffer) for layer in layers_of(cache)]
     return CachedRows(rows.ids.tolist(), buffers)

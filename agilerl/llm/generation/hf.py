@@ -1,15 +1,15 @@
 """Batched generation on the training model itself.
 
 Prompts are sorted by length and completed a chunk at a time, equal ones run once. The uniform
-numbers behind the draws are laid out by row and position before anything runs, so a completion
-depends neither on the chunk size nor on the rows it shares a batch with (beyond rounding).
+numbers behind the draws are laid out by row and position, so a completion depends neither on the
+chunk size nor on the rows it shares a batch with (beyond rounding).
 
-Between the turns of conversations the keys and values of what was read and written are kept, and
-only a prompt's new tokens are run.
+In a session the keys and values of the rows generated last are kept, and of a prompt that continues
+one only the new tokens are run.
 
-On a base that ZeRO stage 3 partitions, it is put together once for a rollout, or, without
+On a base that ZeRO stage 3 partitions, it is gathered once for a rollout, or, without
 ``gather_for_generation``, layer by layer for every token: that costs a gather of every layer and of
-the head per token, one small all-reduce, and the LoRA branches, as nothing is folded. All ranks are
+the head per token, one small all-reduce, and the LoRA branches, as nothing is merged. All ranks are
 then as slow as the one with most tokens to generate.
 """
 
@@ -24,8 +24,16 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation import Completions
-from agilerl.llm.generation.cache import CACHE_BLOCK, KeptRows, Place, id_bytes
-from agilerl.llm.generation.decode import Decode, Decoded
+from agilerl.llm.generation.decode import (
+    BatchCompletions,
+    CachedDecoder,
+    DecodingLoop,
+    PromptBatch,
+)
+from agilerl.llm.generation.kv_cache import CACHE_BLOCK
+from agilerl.llm.generation.merged_weights import rollout_head, rollout_weights
+from agilerl.llm.generation.prefix_cache import PrefixCache, id_bytes
+from agilerl.llm.generation.uniforms import Uniforms
 from agilerl.llm.policy import Policy
 from agilerl.llm.probes import equal_up_to_rounding
 
@@ -62,30 +70,45 @@ def check_cache(model: PreTrainedModel) -> None:
 
 
 class HFGenerator:
-    """Generates with a policy's own model, its actor adapter folded in where that is exact."""
+    """Generates with a policy's own model, its adapter merged where that is exact.
+
+    Args:
+        policy: Whose weights and role to generate with, until :meth:`sync` names another.
+    """
+
+    differs_from_trainer = False
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._conversing = False
-        # With the adapter it came from: another one's keys and values would be wrong silently.
-        self._kept: tuple[str, KeptRows] | None = None
+        # There is one in a session: its weights stay the same, so that its entries stay valid.
+        self._prefix_cache: PrefixCache | None = None
+
+    def sync(self, policy: Policy) -> None:
+        """Generate with ``policy`` from now on; its weights are read where they are.
+
+        Raises:
+            RuntimeError: In a session with another adapter of the same base.
+        """
+        policy.activate(policy.role)
+        self.policy = policy
 
     @contextlib.contextmanager
-    def conversations(self) -> Iterator[None]:
-        """Within it prompts may continue earlier rows; may be nested.
+    def session(self) -> Iterator[None]:
+        """Merge the adapter once and keep rows for prompts that continue them; may be nested.
 
-        See :class:`agilerl.llm.generation.Generator`. Rows are kept until the next ``generate``,
-        if all of its rows fit one chunk and prompts are left-padded; otherwise every prompt is run
-        whole. Takes the memory of one chunk's keys and values while it lasts.
+        Rows are kept until the next ``generate``, if all of its rows fit one chunk and prompts are
+        left-padded; otherwise every prompt is run whole. Takes the memory of one chunk's keys and
+        values while it lasts. See :func:`rollout_weights` for a partitioned base.
         """
-        if self._conversing:
+        if self._prefix_cache is not None:
             yield
             return
-        self._conversing = True
-        try:
-            yield
-        finally:
-            self._conversing, self._kept = False, None
+        with rollout_weights(self.policy):
+            self._prefix_cache = PrefixCache()
+            try:
+                yield
+            finally:
+                self._prefix_cache = None
 
     @torch.no_grad()
     def generate(
@@ -101,117 +124,119 @@ class HFGenerator:
             ValueError: If a prompt leaves no room for output.
             RuntimeError: If the model's logits are not finite.
         """
-        prompts = [prompt.to("cpu", torch.long) for prompt in prompts]
-        limits = [new_token_limit(prompt, sampling) for prompt in prompts]
-        rows = [first for first in _first_equal(prompts) for _ in range(samples_per_prompt)]
-        width = 1 if sampling.greedy else max(limits)
-        uniforms = torch.rand(len(rows), width, generator=None if sampling.greedy else rng)
-        call = _Call(prompts, limits, rows, uniforms, sampling)
-        kept = self._take_kept()
-        slot = self.policy.slot(self.policy.role)
-        with self.policy.rollout_weights():
-            decode = Decode(
-                self.policy.base.decoder, self.policy.rollout_head(), self.policy.device, sampling
+        request = _Request(prompts, samples_per_prompt, sampling, rng)
+        policy = self.policy
+        with rollout_weights(policy):
+            decoder = CachedDecoder(
+                policy.base.decoder, left_padding=sampling.left_padding, single_query=True
             )
-            if self._conversing and call.fits_one_chunk:
-                self._kept = slot, call.converse(decode, kept)
+            loop = DecodingLoop(decoder, rollout_head(policy), policy.device, sampling)
+            if self._prefix_cache is None:
+                request.complete(loop)
+            elif request.fits_one_chunk and sampling.left_padding:
+                request.complete_cached(loop, self._prefix_cache)
             else:
-                kept.clear()
-                call.complete(decode)
-        return Completions(call.tokens, call.logps if sampling.return_logps else None)
+                self._prefix_cache.clear()
+                request.complete(loop)
+        return Completions(request.tokens, request.logps if sampling.return_logps else None)
 
-    def _take_kept(self) -> KeptRows:
-        """The rows kept for the adapter in use, which are this generator's no more."""
-        slot, kept = self._kept or (None, KeptRows())
-        self._kept = None
-        return kept if slot == self.policy.slot(self.policy.role) else KeptRows()
+    def close(self) -> None:
+        """Nothing is held outside of sessions."""
 
 
-class _Call:
-    """The rows of one ``generate``: which are run together, and what they come to."""
+class _Request:
+    """The rows of one ``generate``: which are run together, and their completions."""
 
     def __init__(
         self,
         prompts: Sequence[torch.Tensor],
-        limits: Sequence[int],
-        rows: Sequence[int],
-        uniforms: torch.Tensor,
+        samples: int,
         sampling: SamplingConfig,
+        rng: torch.Generator,
     ) -> None:
-        self.prompts, self.limits, self.rows = prompts, limits, rows
-        self.uniforms, self.sampling = uniforms, sampling
+        self.prompts = [prompt.to("cpu", torch.long) for prompt in prompts]
+        self.limits = [new_token_limit(prompt, sampling) for prompt in self.prompts]
+        self.sampling = sampling
+        # Per row, its prompt: the first one with the same ids.
+        self.rows = [first for first in _first_equal(self.prompts) for _ in range(samples)]
+        greedy = sampling.greedy
+        self.uniforms = None if greedy else Uniforms(len(self.rows), max(self.limits), rng)
         self.size = sampling.chunk_size or DEFAULT_CHUNK_SIZE
-        self.tokens: list[torch.Tensor] = [torch.empty(0, dtype=torch.long)] * len(rows)
-        self.logps: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+        self.tokens: list[torch.Tensor] = [torch.empty(0, dtype=torch.long)] * len(self.rows)
+        self.logps: list[torch.Tensor] = [torch.empty(0)] * len(self.rows)
 
     @property
     def fits_one_chunk(self) -> bool:
-        """Whether all rows may be held at once, aligned as kept rows are."""
-        return len(self.rows) <= self.size and self.sampling.left_padding
+        """Whether all rows may be held at once."""
+        return len(self.rows) <= self.size
 
-    def complete(self, decode: Decode) -> None:
+    def complete(self, loop: DecodingLoop) -> None:
         """Complete all rows, every prompt run whole."""
         for chunk in self._chunks():
-            self._run(decode, chunk)
+            self._store(chunk, loop.run(self._batch(chunk)))
 
-    def converse(self, decode: Decode, kept: KeptRows) -> KeptRows:
-        """Complete all rows, running only what is new of prompts that continue a kept row.
+    def complete_cached(self, loop: DecodingLoop, cache: PrefixCache) -> None:
+        """Complete all rows, running only what is new of prompts that continue a cached row.
 
-        Those go first and in a batch of their own: one prompt without a past would make all others
-        run whole, and what is kept is free once they have started. Returns this call's rows.
+        Those go first and in a batch of their own: one prompt without a prefix would make all
+        others run whole, and the cache is free once they have started. This request's rows replace
+        the cache's.
         """
-        places = {row: kept.find(self.prompts[row]) for row in set(self.rows)}
-        going_on = [i for i, row in enumerate(self.rows) if places[row] is not None]
-        fresh = [i for i, row in enumerate(self.rows) if places[row] is None]
-        if not going_on:
-            kept.clear()
-        made = KeptRows()
-        for chunk in filter(None, (going_on, fresh)):
-            past = [place for row in self._distinct(chunk) if (place := places[row]) is not None]
-            done = self._run(decode, chunk, self._cache(kept, chunk, past) if past else None, True)
-            width = max(len(self.prompts[self.rows[i]]) for i in chunk)
-            for part in done.cached:
-                own = [(self.prompts[self.rows[chunk[n]]], done.tokens[n]) for n in part.rows]
-                made.add(
-                    part.layers,
-                    # The last token was sampled, but never run.
-                    [torch.cat([prompt, completion[:-1]]) for prompt, completion in own],
-                    [width - len(prompt) for prompt, _ in own],
-                )
-        return made
+        cached = {prompt: cache.find(self.prompts[prompt]) for prompt in set(self.rows)}
+        continuing = [i for i, prompt in enumerate(self.rows) if cached[prompt] is not None]
+        new = [i for i, prompt in enumerate(self.rows) if cached[prompt] is None]
+        batches: list[tuple[list[int], Cache | None]] = []
+        if continuing:
+            prompts = self._distinct(continuing)
+            prefixes = [row for prompt in prompts if (row := cached[prompt]) is not None]
+            lengths = [len(self.prompts[prompt]) for prompt in prompts]
+            room = min(CACHE_BLOCK, max(self.limits[prompt] for prompt in prompts))
+            batches.append((continuing, cache.take(prefixes, lengths, room)))
+        cache.clear()
+        if new:
+            batches.append((new, None))
+        for chunk, prefix in batches:
+            completed = loop.run(self._batch(chunk), prefix, keep_cache=True)
+            self._store(chunk, completed)
+            self._cache(chunk, completed, cache)
 
-    def _cache(self, kept: KeptRows, chunk: Sequence[int], past: Sequence[Place]) -> Cache:
-        lengths = [len(self.prompts[row]) for row in self._distinct(chunk)]
-        room = min(CACHE_BLOCK, max(self.limits[self.rows[i]] for i in chunk))
-        return kept.take(past, lengths, room)
+    def _cache(self, chunk: Sequence[int], completed: BatchCompletions, cache: PrefixCache) -> None:
+        """Keep a batch's rows, by prompt and completion."""
+        width = max(len(self.prompts[self.rows[i]]) for i in chunk)
+        for block in completed.cached:
+            prompts = [self.prompts[self.rows[chunk[n]]] for n in block.rows]
+            # The last token was sampled, but never run.
+            completions = [completed.tokens[n][:-1] for n in block.rows]
+            cache.add(
+                block.layers,
+                [torch.cat(pair) for pair in zip(prompts, completions, strict=True)],
+                [width - len(prompt) for prompt in prompts],
+            )
 
     def _distinct(self, chunk: Sequence[int]) -> list[int]:
         """The prompts behind some rows, each once."""
         return sorted({self.rows[i] for i in chunk})
 
-    def _run(
-        self, decode: Decode, chunk: Sequence[int], cache: Cache | None = None, keep: bool = False
-    ) -> Decoded:
-        distinct = self._distinct(chunk)
-        place = {prompt: n for n, prompt in enumerate(distinct)}
-        done = decode.run(
-            [self.prompts[i] for i in distinct],
-            [place[self.rows[i]] for i in chunk],
+    def _batch(self, chunk: Sequence[int]) -> PromptBatch:
+        distinct, uniforms = self._distinct(chunk), self.uniforms
+        index = {prompt: n for n, prompt in enumerate(distinct)}
+        return PromptBatch(
+            [self.prompts[prompt] for prompt in distinct],
+            [index[self.rows[i]] for i in chunk],
             [self.limits[self.rows[i]] for i in chunk],
-            self.uniforms[list(chunk)],
-            cache=cache,
-            keep=keep,
+            lambda number: None if uniforms is None else uniforms.block(number, list(chunk)),
         )
+
+    def _store(self, chunk: Sequence[int], completed: BatchCompletions) -> None:
         for n, i in enumerate(chunk):
-            self.tokens[i] = done.tokens[n]
-            if done.logps is not None:
-                self.logps[i] = done.logps[n]
-        return done
+            self.tokens[i] = completed.tokens[n]
+            if completed.logps is not None:
+                self.logps[i] = completed.logps[n]
 
     def _chunks(self) -> Iterator[list[int]]:
         """Rows by prompt length, ``size`` at a time; equal lengths only if unpadded."""
         length = [len(self.prompts[row]) for row in self.rows]
-        # Then by prompt: rows of one share its cache, wherever they stand in the call.
+        # Then by prompt: rows of one share its cache, wherever they stand in the request.
         order = sorted(range(len(self.rows)), key=lambda i: (length[i], self.rows[i]))
         chunk: list[int] = []
         for i in order:
@@ -225,7 +250,7 @@ class _Call:
 
 
 def _first_equal(prompts: Sequence[torch.Tensor]) -> list[int]:
-    """For each prompt, the place of the first one with the same ids."""
+    """For each prompt, the index of the first one with the same ids."""
     first: dict[bytes, int] = {}
     return [first.setdefault(id_bytes(prompt), i) for i, prompt in enumerate(prompts)]
 

@@ -17,19 +17,19 @@ FIRST_CANDIDATES = 512
 
 
 def next_tokens(
-    logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig
+    logits: torch.Tensor, uniforms: torch.Tensor | None, sampling: SamplingConfig
 ) -> torch.Tensor:
     """Draw (or, greedily, pick) one token per row.
 
     Args:
         logits: ``(N, V)`` after penalties; not changed.
-        uniforms: ``(N,)`` in [0, 1).
+        uniforms: ``(N,)`` in [0, 1); None where decoding is greedy.
         sampling: Temperature and filters.
 
     Returns:
         ``(N,)`` long.
     """
-    if sampling.greedy:
+    if uniforms is None or sampling.greedy:
         return logits.argmax(-1)
     logits = logits.float()
     if sampling.temperature != 1.0:

@@ -1,4 +1,4 @@
-"""Kept rows: which one a prompt continues, and where its columns go. Values are the token ids."""
+"""Which cached row a prompt continues, and where its columns go. Values are the token ids."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from agilerl.llm.generation import cache
-from agilerl.llm.generation.cache import GrowingLayer, KeptRows
+from agilerl.llm.generation import prefix_cache
+from agilerl.llm.generation.kv_cache import GrowingLayer
+from agilerl.llm.generation.prefix_cache import PrefixCache
 
 
-def part_of(rows: list[list[int]], width: int, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+def block_of(
+    rows: list[list[int]], width: int, heads: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys that hold their token's id (values: its negative), right of ``width`` nothing is."""
     columns = torch.full((len(rows), width), 99.0)
     for row, ids in zip(columns, rows, strict=True):
@@ -21,25 +24,29 @@ def part_of(rows: list[list[int]], width: int, heads: int = 2) -> tuple[torch.Te
     return keys.expand(-1, -1, -1, 3).contiguous(), -keys.expand(-1, -1, -1, 3).contiguous()
 
 
-def kept_rows(*parts: list[list[int]]) -> KeptRows:
-    kept = KeptRows()
-    for rows in parts:
+def cached_rows(*blocks: list[list[int]]) -> PrefixCache:
+    store = PrefixCache()
+    for rows in blocks:
         width = max(len(ids) for ids in rows) + 2
-        layers = [part_of(rows, width), part_of(rows, width)]
-        kept.add(layers, [torch.tensor(ids) for ids in rows], [width - len(ids) for ids in rows])
-    return kept
+        layers = [block_of(rows, width), block_of(rows, width)]
+        store.add(layers, [torch.tensor(ids) for ids in rows], [width - len(ids) for ids in rows])
+    return store
 
 
 def test_the_longest_row_that_a_prompt_goes_beyond_is_found() -> None:
-    kept = kept_rows([[1, 2], [1, 2, 3, 4]], [[5, 6, 7]])
-    places = [kept.find(torch.tensor(ids)) for ids in ([1, 2, 3, 4, 8], [1, 2, 3, 4], [5, 6, 7, 1])]
-    assert [place and (place.part, place.row, place.length) for place in places] == [
+    store = cached_rows([[1, 2], [1, 2, 3, 4]], [[5, 6, 7]])
+    found_rows = [
+        store.find(torch.tensor(ids)) for ids in ([1, 2, 3, 4, 8], [1, 2, 3, 4], [5, 6, 7, 1])
+    ]
+    assert [
+        row_found and (row_found.block, row_found.row, row_found.length) for row_found in found_rows
+    ] == [
         (0, 1, 4),
         (0, 0, 2),  # the whole of it leaves nothing to run
         (1, 0, 3),
     ]
-    assert kept.find(torch.tensor([1, 3, 2])) is None
-    assert kept.find(torch.tensor([5, 6, 7])) is None
+    assert store.find(torch.tensor([1, 3, 2])) is None
+    assert store.find(torch.tensor([5, 6, 7])) is None
 
 
 def test_found_rows_are_those_of_a_plain_search() -> None:
@@ -52,20 +59,20 @@ def test_found_rows_are_those_of_a_plain_search() -> None:
 
     found = 0
     for _ in range(40):
-        kept_ids, prompts = rows(30), rows(60)
-        kept = kept_rows(kept_ids[:20], kept_ids[20:])
+        cached_ids, prompts = rows(30), rows(60)
+        store = cached_rows(cached_ids[:20], cached_ids[20:])
         for prompt in prompts:
-            fitting = [ids for ids in kept_ids if len(ids) < len(prompt)]
+            fitting = [ids for ids in cached_ids if len(ids) < len(prompt)]
             expected = max((len(ids) for ids in fitting if prompt[: len(ids)] == ids), default=0)
-            place = kept.find(torch.tensor(prompt))
-            assert (place.length if place else 0) == expected
-            found += place is not None
+            row_found = store.find(torch.tensor(prompt))
+            assert (row_found.length if row_found else 0) == expected
+            found += row_found is not None
     assert found > 500
 
 
 @pytest.mark.parametrize("continued", [True, False])
 def test_a_search_compares_few_rows(continued: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row is thousands of ids long: hashing a prefix per kept length took most of a second."""
+    """A row is thousands of ids long: hashing a prefix per store length took most of a second."""
     seen: list[int] = []
 
     class Counted(bytes):
@@ -80,24 +87,24 @@ def test_a_search_compares_few_rows(continued: bool, monkeypatch: pytest.MonkeyP
             seen.append(len(part))
             return part
 
-    monkeypatch.setattr(cache, "id_bytes", lambda ids: Counted(ids.numpy().tobytes()))
+    monkeypatch.setattr(prefix_cache, "id_bytes", lambda ids: Counted(ids.numpy().tobytes()))
     ids = [[7] * 40 + [1000 + i] * (20 + i) for i in range(128)]
-    kept = KeptRows()
-    kept.add([], [torch.tensor(row) for row in ids], [0] * len(ids))
+    store = PrefixCache()
+    store.add([], [torch.tensor(row) for row in ids], [0] * len(ids))
     for number, row in enumerate(ids):
         seen.clear()
         prompt = torch.tensor([*(row if continued else row[:45]), *[5] * 200])
-        place = kept.find(prompt)
-        assert (place.row if place else None) == (number if continued else None)
+        row_found = store.find(prompt)
+        assert (row_found.row if row_found else None) == (number if continued else None)
         assert sum(seen) <= 2 * 8 * max(len(row) for row in ids)
 
 
 def test_columns_are_right_aligned_before_the_block() -> None:
-    kept = kept_rows([[1, 2, 3], [4, 5, 6, 7, 8]], [[9]])
+    store = cached_rows([[1, 2, 3], [4, 5, 6, 7, 8]], [[9]])
     prompts = [[1, 2, 3, 20], [4, 5, 6, 7, 8, 21, 22], [9, 23]]
-    places = [place for ids in prompts if (place := kept.find(torch.tensor(ids)))]
-    cache = kept.take(places, [len(ids) for ids in prompts], room=3)
-    # Seven columns, the last two of them to be run: the tokens before are in place.
+    found_rows = [row_found for ids in prompts if (row_found := store.find(torch.tensor(ids)))]
+    cache = store.take(found_rows, [len(ids) for ids in prompts], room=3)
+    # Seven columns, the last two of them to be run: the tokens before are in row_found.
     assert cache.get_seq_length() == 5
     for layer in cache.layers:
         assert isinstance(layer, GrowingLayer)
@@ -107,4 +114,4 @@ def test_columns_are_right_aligned_before_the_block() -> None:
             assert held[0, 3:].tolist() == [1, 2]
             assert held[1].tolist() == [4, 5, 6, 7, 8]
         assert torch.equal(layer.value_buffer[:, :, :5], -layer.key_buffer[:, :, :5])
-    assert kept.find(torch.tensor(prompts[0])) is None
+    assert store.find(torch.tensor(prompts[0])) is None

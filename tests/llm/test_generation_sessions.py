@@ -1,4 +1,4 @@
-"""Keeping keys and values between turns changes what is computed, never what comes out."""
+"""Keys and values cached between turns change what is computed, never what comes out."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def play(
     feedback: Feedback,
     turns: int,
     *,
-    kept: bool,
+    cached: bool,
     drop: int = 0,
     **changes: object,
 ) -> Played:
@@ -60,7 +60,7 @@ def play(
     generator, rng = HFGenerator(policy), torch.Generator().manual_seed(5)
     sampling = sampling_of(return_logps=True, **({"max_new_tokens": 4} | changes))
     played, prompts = Played(), dict(enumerate(first))
-    context = generator.conversations() if kept else nullcontext()
+    context = generator.session() if cached else nullcontext()
     with context, recorded_reads(policy, played.reads):
         for turn in range(turns):
             made = generator.generate(list(prompts.values()), 1, sampling, rng)
@@ -76,11 +76,11 @@ def play(
     return played
 
 
-def assert_same(kept: Played, plain: Played) -> None:
-    assert len(kept.tokens) == len(plain.tokens)
-    for a, b in zip(kept.tokens, plain.tokens, strict=True):
+def assert_same(cached: Played, plain: Played) -> None:
+    assert len(cached.tokens) == len(plain.tokens)
+    for a, b in zip(cached.tokens, plain.tokens, strict=True):
         assert torch.equal(a, b)
-    assert (torch.cat(kept.logps) - torch.cat(plain.logps)).abs().max() < 1e-4
+    assert (torch.cat(cached.logps) - torch.cat(plain.logps)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
@@ -94,15 +94,15 @@ def test_turns_are_those_of_recomputation(family: str, greedy: bool) -> None:
 
     def feedback(turn: int, episode: int) -> list[int]:
         if turn == 1 and episode == 0:
-            return []  # over: its keys and values are kept for nothing
+            return []  # over: its keys and values are cached for nothing
         return [30 + (turn + 7 * episode + i) % 30 for i in range(1 if short else 1 + episode)]
 
     first = prompts_of(lengths, vocab=vocab)
-    plain = play(policy, first, feedback, 3, kept=False, **settings)
-    kept = play(policy, first, feedback, 3, kept=True, **settings)
-    assert_same(kept, plain)
-    assert kept.reads[0] == plain.reads[0]
-    for mine, theirs in zip(kept.reads[1:], plain.reads[1:], strict=True):
+    plain = play(policy, first, feedback, 3, cached=False, **settings)
+    cached = play(policy, first, feedback, 3, cached=True, **settings)
+    assert_same(cached, plain)
+    assert cached.reads[0] == plain.reads[0]
+    for mine, theirs in zip(cached.reads[1:], plain.reads[1:], strict=True):
         assert mine[0] == theirs[0]
         assert mine[1] < theirs[1]
     if not greedy and not short:
@@ -141,9 +141,9 @@ def test_any_episodes_are_those_of_recomputation(policy: Policy, data: st.DataOb
         "greedy": data.draw(st.booleans()),
         "repetition_penalty": data.draw(st.sampled_from([1.0, 1.3])),
     }
-    plain = play(policy, first, feedback, 3, kept=False, **settings)
-    kept = play(policy, first, feedback, 3, kept=True, **settings)
-    assert_same(kept, plain)
+    plain = play(policy, first, feedback, 3, cached=False, **settings)
+    cached = play(policy, first, feedback, 3, cached=True, **settings)
+    assert_same(cached, plain)
 
 
 def test_only_new_tokens_are_run(policy: Policy) -> None:
@@ -153,9 +153,9 @@ def test_only_new_tokens_are_run(policy: Policy) -> None:
     def feedback(turn: int, episode: int) -> list[int]:
         return [5] * 6
 
-    kept = play(policy, first, feedback, 3, kept=True, **settings)
+    cached = play(policy, first, feedback, 3, cached=True, **settings)
     # The last sampled token was never run.
-    assert kept.reads == [(3, 40), (3, 7), (3, 7)]
+    assert cached.reads == [(3, 40), (3, 7), (3, 7)]
 
 
 def test_equal_prompts_go_on_as_one(policy: Policy) -> None:
@@ -163,16 +163,16 @@ def test_equal_prompts_go_on_as_one(policy: Policy) -> None:
     feedback = lambda turn, episode: [5, 6 + (turn > 0) * episode]  # noqa: E731
     settings = {"greedy": True, "eos_token_ids": (999,), "max_new_tokens": 2}
     first = [prompt.clone() for _ in range(4)]
-    kept = play(policy, first, feedback, 3, kept=True, **settings)
-    assert kept.reads == [(1, 20), (1, 3), (4, 3)]
-    assert_same(kept, play(policy, first, feedback, 3, kept=False, **settings))
+    cached = play(policy, first, feedback, 3, cached=True, **settings)
+    assert cached.reads == [(1, 20), (1, 3), (4, 3)]
+    assert_same(cached, play(policy, first, feedback, 3, cached=False, **settings))
 
 
 def test_a_prompt_without_a_past_makes_no_other_run_whole(policy: Policy) -> None:
     generator, rng, reads = HFGenerator(policy), torch.Generator().manual_seed(5), []
     sampling = sampling_of(max_new_tokens=3, max_model_len=200, eos_token_ids=(999,))
     first = prompts_of([40, 30])
-    with generator.conversations(), recorded_reads(policy, reads):
+    with generator.session(), recorded_reads(policy, reads):
         made = generator.generate(first, 1, sampling, rng).token_ids
         going_on = [
             torch.cat([prompt, row, torch.tensor([5, 6])])
@@ -190,70 +190,92 @@ def test_a_window_that_drops_old_turns_starts_afresh(policy: Policy) -> None:
     def feedback(turn: int, episode: int) -> list[int]:
         return [4 + episode] * (episode + 1)
 
-    plain = play(policy, first, feedback, 4, kept=False, drop=5, **settings)
-    kept = play(policy, first, feedback, 4, kept=True, drop=5, **settings)
-    assert_same(kept, plain)
-    assert kept.reads[2] == plain.reads[2]
-    assert kept.reads[3][1] < plain.reads[3][1]
+    plain = play(policy, first, feedback, 4, cached=False, drop=5, **settings)
+    cached = play(policy, first, feedback, 4, cached=True, drop=5, **settings)
+    assert_same(cached, plain)
+    assert cached.reads[2] == plain.reads[2]
+    assert cached.reads[3][1] < plain.reads[3][1]
 
 
 @pytest.mark.parametrize("changes", [{"chunk_size": 2}, {"left_padding": False}])
-def test_what_cannot_be_kept_is_run_again(policy: Policy, changes: dict[str, object]) -> None:
+def test_what_cannot_be_cached_is_run_again(policy: Policy, changes: dict[str, object]) -> None:
     settings = {"eos_token_ids": ENDS, "max_model_len": 200} | changes
     first = prompts_of([12, 12, 9])
 
     def feedback(turn: int, episode: int) -> list[int]:
         return [4 + episode] * 3
 
-    plain = play(policy, first, feedback, 3, kept=False, **settings)
-    kept = play(policy, first, feedback, 3, kept=True, **settings)
-    assert_same(kept, plain)
-    assert kept.reads == plain.reads
+    plain = play(policy, first, feedback, 3, cached=False, **settings)
+    cached = play(policy, first, feedback, 3, cached=True, **settings)
+    assert_same(cached, plain)
+    assert cached.reads == plain.reads
 
 
-def test_a_change_of_role_is_noticed() -> None:
+def test_weights_stay_the_same_in_a_session() -> None:
     policy = policy_of(tiny_model())
+    generator = HFGenerator(policy)
+    with generator.session():
+        generator.sync(policy)
+        with pytest.raises(RuntimeError, match="one agent of a base"):
+            policy.use("reference")
+
+
+def test_a_session_is_of_the_policy_and_role_in_sync() -> None:
+    """Prompts that went on in one session start afresh in that of another policy or role."""
+    policy, other = policy_of(model := tiny_model()), policy_of(model)
+    for parameter in other.parameters().values():
+        parameter.data += 0.1
     generator, rng, sampling = HFGenerator(policy), torch.Generator(), sampling_of(greedy=True)
     (first,) = prompts_of([12])
-    with generator.conversations():
-        (made,) = generator.generate([first], 1, sampling, rng).token_ids
-        prompt = torch.cat([first, made, torch.tensor([7, 8])])
-        policy.use("reference")
-        (kept,) = generator.generate([prompt], 1, sampling, rng).token_ids
-    (plain,) = HFGenerator(policy).generate([prompt], 1, sampling, rng).token_ids
-    assert torch.equal(kept, plain)
+
+    def answers() -> list[torch.Tensor]:
+        with generator.session():
+            (made,) = generator.generate([first], 1, sampling, rng).token_ids
+            prompt = torch.cat([first, made, torch.tensor([7, 8])])
+            return [made, *generator.generate([prompt], 1, sampling, rng).token_ids]
+
+    results = [answers()]
+    policy.use("reference")
+    generator.sync(policy)
+    results.append(answers())
+    generator.sync(other)
+    results.append(answers())
+    (expected,) = HFGenerator(other).generate([first], 1, sampling, rng).token_ids
+    assert torch.equal(results[2][0], expected)
+    assert len({tuple(result[0].tolist()) for result in results}) == 3
 
 
-def test_leaving_frees_what_was_kept_also_after_an_error(policy: Policy) -> None:
+def test_leaving_frees_what_was_cached_also_after_an_error(policy: Policy) -> None:
     generator, rng, sampling = HFGenerator(policy), torch.Generator(), sampling_of()
     with (
         pytest.raises(ValueError, match="no room"),
-        generator.conversations(),
-        generator.conversations(),
+        generator.session(),
+        generator.session(),
     ):
         generator.generate(prompts_of([12, 3]), 2, sampling, rng)
-        assert generator._kept is not None
-        kept = weakref.ref(generator._kept[1])
+        assert generator._prefix_cache is not None
+        assert len(generator._prefix_cache) == 4
+        cached = weakref.ref(generator._prefix_cache)
         generator.generate([torch.zeros(64, dtype=torch.long)], 1, sampling, rng)
     gc.collect()
-    assert kept() is None
+    assert cached() is None
     generator.generate(prompts_of([12, 3]), 2, sampling, rng)
-    assert generator._kept is None
+    assert generator._prefix_cache is None
 
 
-def test_old_and_new_are_never_both_whole(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_and_new_are_never_both_whole(policy: Policy) -> None:
     """When the second turn's model runs, nothing of the first turn's buffers is left."""
     generator, rng = HFGenerator(policy), torch.Generator().manual_seed(5)
     sampling = sampling_of(max_new_tokens=4, eos_token_ids=ENDS)
     first = prompts_of([12, 9, 10, 11])
     alive = []
-    with generator.conversations():
+    with generator.session():
         made = generator.generate(first, 1, sampling, rng).token_ids
-        assert generator._kept is not None
-        parts = generator._kept[1]._parts
-        assert len(parts) > 1
-        buffers = [weakref.ref(t) for part in parts for pair in part for t in pair or ()]
-        del parts
+        assert generator._prefix_cache is not None
+        blocks = generator._prefix_cache._blocks
+        assert len(blocks) > 1
+        buffers = [weakref.ref(t) for block in blocks for pair in block for t in pair or ()]
+        del blocks
         handle = policy.base.decoder.register_forward_pre_hook(
             lambda *_: alive.append(sum(b() is not None for b in buffers))
         )
