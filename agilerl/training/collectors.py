@@ -1,18 +1,19 @@
-"""How experiences come about: one answer per prompt, or whole episodes of several turns."""
+"""How experiences come about: one completion per prompt, or whole episodes of several turns."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from agilerl.llm_envs.base import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
-from agilerl.training.protocols import Agent, Experience, Sample, SingleTurnEnv
+from agilerl.training.experience import Experience, Sample
+from agilerl.training.protocols import Agent, FingerprintedEnv, SingleTurnEnv, missing_members
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,20 +21,23 @@ if TYPE_CHECKING:
     from agilerl.typing import ActionResult, ReasoningPrompts
 
 SAMPLES_PER_ITERATION = 4
+_ORDER = ("rows", "seed", "epoch", "offset")
+"""What of an environment's ``state_dict()`` is the same in every process, if it is there."""
+_LENGTHS = "prompt_lengths"
 
 
 class ReasoningCollector:
     """Collects from a ``ReasoningGym``; may be shared, each ``collect`` consumes the next batch.
 
     Args:
-        env: The environment. Its next training batch is drawn at once. A resumed run knows its
-            data again by ``env.fingerprint()``, or without that method by the prompts' lengths.
+        env: The environment. Its next training batch is drawn at once. A resumed run recognises
+            its data by ``env.fingerprint()``, or without that method by the prompts' lengths.
     """
 
     def __init__(self, env: SingleTurnEnv) -> None:
         self.env = env
         self._prompts = env.reset()
-        self._data = _told_apart(env)
+        self._data = _data_digest(env)
 
     @property
     def num_epochs(self) -> int:
@@ -75,8 +79,16 @@ class ReasoningCollector:
         """Rewards of the agent on every row of the test split."""
         return agent.test(self.env)
 
+    def facts(self) -> dict[str, Any]:
+        """Data, their order, and the position in it."""
+        position = self.env.state_dict()
+        facts = {name: position[name] for name in _ORDER if name in position}
+        facts["data_batch_size_per_gpu"] = getattr(self.env, "data_batch_size_per_gpu", None)
+        # The lengths stand for the data of an environment that may hold this process's share only.
+        return facts | {name: self._data[name] for name in self._data if name != _LENGTHS}
+
     def state_dict(self) -> dict[str, Any]:
-        """The environment's position in its data, and what tells these data from others."""
+        """The environment's position in its data, and what identifies these data."""
         return {**self._data, "position": self.env.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -136,7 +148,7 @@ class MultiTurnCollector:
             generation_seconds=episodes.generation_seconds,
             environment_seconds=episodes.environment_seconds,
             learn_arguments=learn_arguments,
-            facts=_episode_facts(episodes),
+            metrics=_episode_metrics(episodes),
             samples=_first_episodes(episodes, agent.group_size),
         )
 
@@ -145,6 +157,19 @@ class MultiTurnCollector:
         # As many at a time whoever played last, and whatever was left of the pass.
         self.env.batch_size, self.env.group_size = self.order.batch_size, agent.group_size
         return agent.test(self.env)
+
+    def facts(self) -> dict[str, Any]:
+        """The training seeds, their order and the position in it, and the episodes' limits."""
+        order = self.order
+        return {
+            "groups_per_iteration": order.batch_size * order.num_processes,
+            "train_seeds": order.rows,
+            "seed": order.seed,
+            "epoch": order.epoch,
+            "offset": order.offset,
+            "max_turns": self.env.max_turns,
+            "evaluation_episodes": self.env.evaluation_episodes,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The position among the training seeds, and which environments are made already."""
@@ -161,16 +186,15 @@ class MultiTurnCollector:
         self.order.load_state_dict(position)
 
 
-def _told_apart(env: SingleTurnEnv) -> dict[str, str]:
-    """What tells an environment's data from others, under the name that an error gives it."""
-    fingerprint = getattr(env, "fingerprint", None)
-    if fingerprint is not None:
-        return {"questions_and_answers": fingerprint()}
+def _data_digest(env: SingleTurnEnv) -> dict[str, str]:
+    """What identifies an environment's data, under the name that an error gives it."""
+    if not missing_members(env, FingerprintedEnv):
+        return {"questions_and_answers": cast(FingerprintedEnv, env).fingerprint()}
     lengths = ",".join(map(str, env.prompt_lengths()))
-    return {"prompt_lengths": hashlib.sha256(lengths.encode()).hexdigest()[:16]}
+    return {_LENGTHS: hashlib.sha256(lengths.encode()).hexdigest()[:16]}
 
 
-def _episode_facts(episodes: Episodes) -> dict[str, float]:
+def _episode_metrics(episodes: Episodes) -> dict[str, float]:
     return {
         "turns_mean": float(episodes.turns.float().mean()),
         "truncated_share": float(episodes.truncated.float().mean()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from enum import Enum, auto
@@ -15,19 +16,21 @@ from agilerl.training.checkpoint.random_streams import random_streams, set_rando
 from agilerl.training.checkpoint.run_checkpoint import FORMAT
 from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.checkpoint.saver import Saver
-from agilerl.training.interrupts import GracefulStop, strongest
-from agilerl.training.logs.row_statistics import (
+from agilerl.training.experience import (
+    Experience,
     accuracy,
+    gather_statistics,
     has_reward_variance,
     reward_statistics,
     time_statistics,
-    warn_of_flat_rewards,
 )
+from agilerl.training.interrupts import GracefulStop, strongest
 from agilerl.training.logs.run_log import RunLog
-from agilerl.training.merging import merged
-from agilerl.training.options import LoopOptions
+from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Best, Member, Population
-from agilerl.training.protocols import Experience, Row
+from agilerl.training.protocols import Row
+
+logger = logging.getLogger(__name__)
 
 FLAT_WINDOW = 10
 """Consecutive iterations without reward variance after which the log says so."""
@@ -64,7 +67,7 @@ class TrainingLoop:
     def __init__(
         self,
         population: Population,
-        options: LoopOptions,
+        options: TrainingOptions,
         directory: RunDirectory,
         log: RunLog,
         elite: Elite | None = None,
@@ -182,7 +185,7 @@ class TrainingLoop:
     def _train(self, member: Member) -> Row:
         agent = member.agent
         agent.set_reference_policy(member.collector.num_epochs)
-        experience = merged(member.collector.collect(agent), self.ranks)
+        experience = gather_statistics(member.collector.collect(agent), self.ranks)
         started = time.perf_counter()
         # Before the call: there may be something to save also when it fails.
         self.progress = Progress.TRAINED
@@ -190,13 +193,13 @@ class TrainingLoop:
         learning_seconds = time.perf_counter() - started
         member.consumed += experience.steps
         agent.scores.append(float(experience.rewards.mean()))
-        self._watch_variance(member, experience)
+        self._warn_of_flat_rewards(member, experience)
         self.log.write_samples(self.iteration, agent.index, experience.samples)
         return {
             **self._row(member),
             **reward_statistics(experience.rewards, self.options.accuracy_threshold),
             **time_statistics(experience, learning_seconds),
-            **experience.facts,
+            **experience.metrics,
             **{name: float(value) for name, value in metrics.items()},
         }
 
@@ -246,11 +249,22 @@ class TrainingLoop:
         """The signal that asked any of the processes to stop."""
         return strongest(self.ranks.gather(stop.requested))
 
-    def _watch_variance(self, member: Member, experience: Experience) -> None:
+    def _warn_of_flat_rewards(self, member: Member, experience: Experience) -> None:
+        """Say loudly that an agent learns nothing."""
         if has_reward_variance(experience.rewards):
             member.flat_iterations = 0
             return
         member.flat_iterations += 1
         if member.flat_iterations % FLAT_WINDOW == 0 and self.ranks.rank == 0:
-            mean = float(experience.rewards.mean())
-            warn_of_flat_rewards(member.agent, self.iteration, FLAT_WINDOW, mean)
+            logger.warning(
+                "%s agent %d learns nothing: in the last %d iterations (%d to %d) all rewards of a "
+                "group were equal in every group, so all advantages were zero. The mean reward of "
+                "the last one was %.4g. Look at completions.jsonl, and make the task easier or "
+                "harder, the reward finer, the temperature higher or the group larger.",
+                member.agent.algo,
+                member.agent.index,
+                FLAT_WINDOW,
+                self.iteration - FLAT_WINDOW + 1,
+                self.iteration,
+                float(experience.rewards.mean()),
+            )

@@ -1,22 +1,45 @@
-"""The options that all training functions share, checked when they are put together."""
+"""The options that both training functions have, checked when they are put together."""
 
 from __future__ import annotations
 
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from agilerl.training.arguments import check_count, check_directory, check_seconds, check_type
+from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, InstanceOf, Number, require
+
+_RULES: dict[str, Callable[[str, Any], None]] = {
+    "max_steps": OPTIONAL_COUNT,
+    "num_epochs": OPTIONAL_COUNT,
+    "max_wall_seconds": Number(0, open_low=True, optional=True),
+    "evaluation_interval": COUNT,
+    "checkpoint_steps": OPTIONAL_COUNT,
+    "keep_checkpoints": COUNT,
+    "save_elite": InstanceOf(bool, "True, False"),
+    "max_reward": Number(-math.inf, optional=True),
+    "init_hp": InstanceOf(Mapping, "a dict"),
+    "verbose": FLAG,
+    "tensorboard": FLAG,
+    "wb": FLAG,
+    "wandb_kwargs": InstanceOf(Mapping, "a dict"),
+}
+_PATH = InstanceOf((str, os.PathLike), "a str or Path")
+_DIRECTORIES = ("checkpoint_path", "resume_from", "elite_path", "tensorboard_log_dir")
+_TRACKER_OPTIONS = {
+    "tensorboard_log_dir": "tensorboard",
+    "wandb_kwargs": "wb",
+    "wandb_api_key": "wb",
+}
+"""Options that have an effect only where a tracker is on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopOptions:
-    """The options that all training functions share, checked when the record is made.
+class TrainingOptions:
+    """The options that both training functions have, checked when the record is made.
 
     A leading ``~`` of a path is the home directory.
 
@@ -45,99 +68,115 @@ class LoopOptions:
     wandb_api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.max_steps is None and self.num_epochs is None:
-            raise ValueError(
-                "max_steps and num_epochs are both None, which makes an endless run: set max_steps "
-                "(per agent), num_epochs (passes over the training data) or both."
-            )
-        if self.max_wall_seconds is not None:
-            check_seconds("max_wall_seconds", self.max_wall_seconds)
-        check_count("evaluation_interval", self.evaluation_interval)
-        check_count("keep_checkpoints", self.keep_checkpoints)
-        for name in ("max_steps", "num_epochs", "checkpoint_steps"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
-        for name in ("verbose", "tensorboard", "wb"):
-            check_type(name, getattr(self, name), bool, "True or False")
-        if self.save_elite is not None:
-            check_type("save_elite", self.save_elite, bool, "True, False or None")
-        for name in ("init_hp", "wandb_kwargs"):
-            if getattr(self, name) is not None:
-                check_type(name, getattr(self, name), Mapping, "a dict or None")
-        if self.wandb_api_key is not None and not isinstance(self.wandb_api_key, str):
-            # The value is a secret: name the type only.
-            raise TypeError(
-                f"wandb_api_key must be a str or None, not {type(self.wandb_api_key).__name__}."
-            )
-        self._check_max_reward()
-        self._check_paths()
-        self._warn_without_effect()
+        require(
+            self.max_steps is not None or self.num_epochs is not None,
+            "max_steps and num_epochs are both None, which makes an endless run: set max_steps "
+            "(per agent), num_epochs (passes over the training data) or both.",
+        )
+        for name, rule in _RULES.items():
+            rule(name, vars(self)[name])
+        key = self.wandb_api_key
+        require(  # the value is a secret: name the type only
+            key is None or isinstance(key, str),
+            f"wandb_api_key is of type {type(key).__name__}; it must be a str or None",
+            TypeError,
+        )
+        for name in _DIRECTORIES:
+            if (value := vars(self)[name]) is not None:
+                object.__setattr__(self, name, _directory(name, value))
+        self._check_combinations()
+        for name, switch in _TRACKER_OPTIONS.items():
+            if vars(self)[name] is not None and not vars(self)[switch]:
+                warnings.warn(
+                    f"{name} has no effect without {switch}=True.", UserWarning, stacklevel=4
+                )
 
     @property
     def accuracy_threshold(self) -> float:
         """Completions with at least this reward count as accurate."""
         return 1.0 if self.max_reward is None else float(self.max_reward)
 
-    def total_prompts(self, rows: int, agents_per_env: int) -> int:
+    def total_prompts(self, prompts: int, agents_per_env: int) -> int:
         """Prompts per agent that the run will consume, up to the last batch.
 
         Args:
-            rows: Training rows of an environment.
+            prompts: Training prompts of an environment.
             agents_per_env: Agents that share one.
         """
         bounds = []
         if self.max_steps is not None:
             bounds.append(self.max_steps)
         if self.num_epochs is not None:
-            bounds.append(-(-self.num_epochs * rows // agents_per_env))
+            bounds.append(-(-self.num_epochs * prompts // agents_per_env))
         return min(bounds)
 
-    def _check_max_reward(self) -> None:
-        if self.max_reward is None:
-            return
-        if isinstance(self.max_reward, bool) or not isinstance(self.max_reward, Real):
-            raise TypeError(
-                f"max_reward={self.max_reward!r} must be a number, or None for 1.0: the reward "
-                "from which a completion counts as accurate."
-            )
-        if not math.isfinite(self.max_reward):
-            raise ValueError(f"max_reward={self.max_reward!r} must be finite, or None for 1.0.")
+    def check_elite_path(self, run_directory: Path) -> None:
+        """Refuse an elite path whose replacement would take the run directory with it.
 
-    def _check_paths(self) -> None:
-        for name in ("checkpoint_path", "resume_from", "elite_path", "tensorboard_log_dir"):
-            value = getattr(self, name)
-            check_directory(name, value)
-            if value is not None:
-                object.__setattr__(self, name, Path(os.path.expanduser(value)))
-        if self.checkpoint_steps is not None and self.checkpoint_path is None:
-            raise ValueError(
-                f"checkpoint_steps={self.checkpoint_steps} needs checkpoint_path, the directory "
-                "that the checkpoints go to."
-            )
-        if self.save_elite and self.elite_path is None:
-            raise ValueError(
-                "save_elite=True needs elite_path, the directory for the best agent's checkpoint."
-            )
-        if self.elite_path is not None and not self.save_elite:
-            raise ValueError(
-                f"elite_path={str(self.elite_path)!r} was given without save_elite=True: set it, "
-                "or leave elite_path out."
+        Raises:
+            ValueError: If ``run_directory`` is ``elite_path`` or lies in it.
+        """
+        if self.elite_path is not None:
+            require(
+                not run_directory.resolve().is_relative_to(Path(self.elite_path).resolve()),
+                f"elite_path={str(self.elite_path)!r} holds the run directory "
+                f"{str(run_directory)!r}, and saving the elite replaces what is there: choose a "
+                f"directory of its own, such as {str(run_directory / 'elite')!r}.",
             )
 
-    def _warn_without_effect(self) -> None:
-        pairs = (
-            ("tensorboard_log_dir", "tensorboard"),
-            ("wandb_kwargs", "wb"),
-            ("wandb_api_key", "wb"),
+    def _check_combinations(self) -> None:
+        require(
+            self.checkpoint_steps is None or self.checkpoint_path is not None,
+            f"checkpoint_steps={self.checkpoint_steps} needs checkpoint_path, the directory that "
+            "the checkpoints go to.",
         )
-        for name, switch in pairs:
-            if getattr(self, name) is not None and not getattr(self, switch):
-                warnings.warn(
-                    f"{name} has no effect without {switch}=True.", UserWarning, stacklevel=5
-                )
+        require(
+            not self.save_elite or self.elite_path is not None,
+            "save_elite=True needs elite_path, the directory for the best agent's checkpoint.",
+        )
+        require(
+            self.elite_path is None or bool(self.save_elite),
+            f"elite_path={str(self.elite_path)!r} was given without save_elite=True: set it, or "
+            "leave elite_path out.",
+        )
 
 
 def options_among(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a training function's arguments that :class:`LoopOptions` has."""
-    names = {option.name for option in fields(LoopOptions)}
+    """Those of a training function's arguments that :class:`TrainingOptions` has."""
+    names = {option.name for option in fields(TrainingOptions)}
     return {name: value for name, value in values.items() if name in names}
+
+
+def check_selection(tournament: Any, mutation: Any, evo_steps: int | None) -> None:
+    """Check the three arguments of evolution, which only work together.
+
+    Raises:
+        ValueError: If some but not all are given.
+        NotImplementedError: If all are given.
+    """
+    arguments = {"tournament": tournament, "mutation": mutation, "evo_steps": evo_steps}
+    given = [name for name, value in arguments.items() if value is not None]
+    missing = [name for name, value in arguments.items() if value is None]
+    require(
+        not given or not missing,
+        f"Evolution needs tournament, mutation and evo_steps together: {' and '.join(given)} "
+        f"given, {' and '.join(missing)} missing. Give all three, or none to train without it.",
+    )
+    require(
+        not given,
+        "tournament, mutation and evo_steps are not supported yet: leave all three out, the agents "
+        "of pop are then trained side by side.",
+        NotImplementedError,
+    )
+
+
+def _directory(name: str, value: Any) -> Path:
+    """A directory, which need not exist, with its ``~`` replaced."""
+    _PATH(name, value)
+    require(bool(str(value)), f"{name} is empty: name a directory.")
+    path = Path(os.path.expanduser(value))
+    require(
+        path.is_dir() or not path.exists(),
+        f"{name}={str(value)!r} is a file: name a directory.",
+    )
+    return path

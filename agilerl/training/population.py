@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from agilerl.checks import require
-from agilerl.training.protocols import Agent, Collector
+from agilerl.training.protocols import Agent, Collector, missing_members
 
 
 @dataclass(frozen=True)
@@ -175,3 +175,29 @@ class Population:
         for member, saved in zip(self, state["agents"], strict=True):
             member.load_state_dict(saved)
         self.best = None if state["best"] is None else Best(**state["best"])
+
+
+def check_agents(pop: Any) -> None:
+    """Check that ``pop`` is a list of at least one agent, with different indices.
+
+    Raises:
+        ValueError: Naming what is wrong with it.
+    """
+    require(
+        isinstance(pop, list),
+        f"pop must be a list of agents, not {type(pop).__name__}: pass [agent] for one agent.",
+    )
+    require(bool(pop), "pop is empty: pass a list with at least one agent.")
+    for position, agent in enumerate(pop):
+        missing = missing_members(agent, Agent)
+        require(
+            not missing,
+            f"pop[{position}] is a {type(agent).__name__}, which is no agent (it lacks "
+            f"{', '.join(missing)}): pass agents such as GRPO(...).",
+        )
+    indices = [agent.index for agent in pop]
+    require(
+        len(set(indices)) == len(indices),
+        f"pop holds agents with the same index, {indices}: the index names an agent in logs and "
+        "checkpoints. Build them with different index=..., or with population(size).",
+    )

@@ -1,4 +1,4 @@
-"""What the loop asks of agents, environments and collectors, and the records that cross."""
+"""What the training loop asks of agents, environments and collectors."""
 
 # ruff: noqa: D102  the class docstring says what the one-line methods are
 
@@ -6,21 +6,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np
-    import torch
 
     from agilerl.llm.config import SamplingConfig
+    from agilerl.training.experience import Experience
     from agilerl.typing import Act, ActionResult, Evaluation, ExperiencesType
 
 
 Row: TypeAlias = "dict[str, float]"
 """One agent's numbers of one iteration; ``iteration``, ``agent`` and ``steps`` are always there."""
+
+
+class Engine(Protocol):
+    """What steps an agent's optimizer."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every process holds, and saves, a part of the optimizer's state."""
 
 
 class Agent(Protocol):
@@ -32,6 +39,10 @@ class Agent(Protocol):
     @property
     def index(self) -> int: ...
 
+    @property
+    def engine(self) -> Engine: ...
+
+    accelerator: Any
     fitness: list[float]
     scores: list[float]
     steps: list[int]
@@ -97,43 +108,17 @@ class SingleTurnEnv(Protocol):
     def __len__(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One completion for ``completions.jsonl``."""
+class FingerprintedEnv(SingleTurnEnv, Protocol):
+    """One that can tell its data from others."""
 
-    question: str
-    completion: str
-    answer: Any
-    reward: float
+    def fingerprint(self) -> str: ...
 
 
-@dataclass(frozen=True)
-class Experience:
-    """What one agent collected for one ``learn`` call.
+class DistributedEnv(SingleTurnEnv, Protocol):
+    """One that divides its rows among processes."""
 
-    Two prompts in groups of two, three of the four completions right::
-
-        rewards           [[1.0, 0.0], [1.0, 1.0]]
-        steps             2
-        generated_tokens  40
-    """
-
-    experiences: ExperiencesType
-    """First argument of ``learn``."""
-    rewards: torch.Tensor
-    """``(P, G)`` float32 on the CPU: one reward per completion, one row per group."""
-    steps: int
-    """What ``max_steps`` counts: prompts consumed, or turns played."""
-    generated_tokens: int
-    """Tokens sampled, end-of-sequence tokens included."""
-    generation_seconds: float
-    environment_seconds: float
-    learn_arguments: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of ``learn``."""
-    facts: dict[str, float] = field(default_factory=dict)
-    """Further columns of the iteration's row."""
-    samples: list[Sample] = field(default_factory=list)
-    """A few completions to read."""
+    @property
+    def num_processes(self) -> int: ...
 
 
 class Collector(Protocol):
@@ -149,8 +134,22 @@ class Collector(Protocol):
     def evaluate(self, agent: Agent) -> np.ndarray:
         """Rewards of the whole evaluation, one per row; appends their mean to ``agent.fitness``."""
 
+    def facts(self) -> dict[str, Any]:
+        """Options and data that have to be the same in all processes, by the user's names."""
+
     def state_dict(self) -> dict[str, Any]:
-        """For run checkpoints: ``position`` in the data, facts about these data; plain JSON."""
+        """For run checkpoints: ``position`` in the data, what identifies these data; plain JSON."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position in what :meth:`state_dict` gave."""
+
+
+def missing_members(value: object, protocol: type) -> list[str]:
+    """Members of a protocol that an object of the user lacks, those of its bases left out.
+
+    Other than ``isinstance``, which from Python 3.12 on takes no notice of ``__getattr__``, this
+    accepts wrappers that pass members on.
+    """
+    names = dict.fromkeys([*vars(protocol), *protocol.__annotations__])
+    members = [name for name in names if name == "__len__" or not name.startswith("_")]
+    return [name for name in members if not hasattr(value, name)]

@@ -16,7 +16,7 @@ import torch
 
 import agilerl
 from agilerl.distributed import Ranks
-from agilerl.training.checkpoint.elite import Elite, check_elite_outside
+from agilerl.training.checkpoint.elite import Elite
 from agilerl.training.checkpoint.plain_json import check_plain
 from agilerl.training.checkpoint.resume import read_resume
 from agilerl.training.checkpoint.run_checkpoint import RunCheckpoint, find_checkpoint
@@ -24,10 +24,14 @@ from agilerl.training.checkpoint.run_directory import RunDirectory, lies_in, run
 from agilerl.training.logs.files import take_over_logs
 from agilerl.training.logs.run_log import NoLog, RunLog
 from agilerl.training.loop import TrainingLoop
-from agilerl.training.options import LoopOptions
+from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Population
 from agilerl.training.protocols import Agent
-from agilerl.training.rank_consistency import check_agreement, check_data, check_storage
+from agilerl.training.rank_consistency import (
+    check_same_data,
+    check_same_options,
+    check_shared_storage,
+)
 from agilerl.utils.llm_utils import run_of_all_processes
 
 logger = logging.getLogger(__name__)
@@ -35,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 def run_training(
     population: Population,
-    options: LoopOptions,
+    options: TrainingOptions,
     env_name: str,
     total: int | None,
     ranks: Ranks | None = None,
@@ -55,14 +59,14 @@ def run_training(
     """
     ranks = Ranks() if ranks is None else ranks
     agents = population.agents
-    check_agreement(agents, options, ranks)
+    check_same_options(population, options, ranks)
     ranks.on_all_ranks(lambda: _check_states(population))
-    check_data(population, ranks)
+    check_same_data(population, ranks)
     resume_from, resume = options.resume_from, None
     found = (
         None if resume_from is None else ranks.on_rank_zero(lambda: find_checkpoint(resume_from))
     )
-    check_storage(agents, options, ranks)
+    check_shared_storage(population, options, ranks)
     if found is not None:
         resume = read_resume(found, population, env_name, ranks)
     checkpoint = None if resume is None else resume.checkpoint
@@ -98,18 +102,21 @@ def _check_states(population: Population) -> None:
 
 
 def _name_of_run(
-    agents: Sequence[Agent], env_name: str, options: LoopOptions, checkpoint: RunCheckpoint | None
+    agents: Sequence[Agent],
+    env_name: str,
+    options: TrainingOptions,
+    checkpoint: RunCheckpoint | None,
 ) -> str:
     name = run_name(agents, env_name)
     if checkpoint is not None and lies_in(checkpoint.path, options.checkpoint_path):
         name = checkpoint.state["run"]
-    check_elite_outside(options.elite_path, Path(options.checkpoint_path or Path("runs") / name))
+    options.check_elite_path(Path(options.checkpoint_path or Path("runs") / name))
     return name
 
 
 def _opened_log(
     agents: Sequence[Agent],
-    options: LoopOptions,
+    options: TrainingOptions,
     env_name: str,
     total: int | None,
     checkpoint: RunCheckpoint | None,
@@ -136,7 +143,7 @@ def _opened_log(
 def _say_where(
     log: RunLog,
     directory: RunDirectory,
-    options: LoopOptions,
+    options: TrainingOptions,
     checkpoint: RunCheckpoint | None,
     ranks: Ranks,
 ) -> None:
@@ -167,7 +174,7 @@ def _resumptions(checkpoint: RunCheckpoint) -> list[dict[str, Any]]:
 
 
 def _config(
-    agents: Sequence[Agent], options: LoopOptions, name: str, env_name: str
+    agents: Sequence[Agent], options: TrainingOptions, name: str, env_name: str
 ) -> dict[str, Any]:
     """Facts about the run for ``config.json`` and W&B; no secrets."""
     # wandb_kwargs may carry a key in its settings, so neither it nor the key itself is noted.
@@ -181,7 +188,7 @@ def _config(
         "environment": env_name,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "population": [{"index": agent.index, "algo": agent.algo} for agent in agents],
-        "arguments": {field: getattr(options, field) for field in noted},
+        "arguments": {field: vars(options)[field] for field in noted},
         "init_hp": {str(key): value for key, value in (options.init_hp or {}).items()},
         "versions": {
             "agilerl": agilerl.__version__,

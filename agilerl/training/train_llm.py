@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from agilerl.checks import COUNT
 from agilerl.llm_envs.base import TrainingBatchSampler
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
-from agilerl.training import arguments
 from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
-from agilerl.training.env_maker import EnvMaker
+from agilerl.training.environments import EnvironmentFactory, single_turn_environments
 from agilerl.training.logs.sinks import require_trackers
-from agilerl.training.options import LoopOptions, options_among
-from agilerl.training.population import Population
+from agilerl.training.options import TrainingOptions, check_selection, options_among
+from agilerl.training.population import Population, check_agents
 from agilerl.training.protocols import Agent, SingleTurnEnv
+from agilerl.training.rank_consistency import per_process, training_ranks
 from agilerl.training.run import run_training
 from agilerl.typing import MultiTurnEnv
 
@@ -112,14 +113,12 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         ImportError: If TensorBoard or W&B is asked for and not installed.
         SystemExit: With code 0, after SIGTERM to any of the processes, when all is saved.
     """
-    arguments.check_population(pop)
-    arguments.check_selection(tournament, mutation, evo_steps)
-    ranks = arguments.training_ranks(accelerator, pop)
-    options = LoopOptions(**options_among(locals()))
+    check_agents(pop)
+    check_selection(tournament, mutation, evo_steps)
+    ranks = training_ranks(accelerator, pop)
+    options = TrainingOptions(**options_among(locals()))
     require_trackers(tensorboard=tensorboard, wb=wb)
-    envs = arguments.check_environments(env, env_fn, len(pop))
-    arguments.check_shares(envs, ranks)
-    arguments.check_prompts_fit(pop, envs)
+    envs = single_turn_environments(env, env_fn, pop, ranks)
     # Agents that share an environment share its collector: the pending batch is one for all.
     distinct_envs = {id(made): made for made in envs}
     collector_of = {key: ReasoningCollector(made) for key, made in distinct_envs.items()}
@@ -234,15 +233,15 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         ImportError: If TensorBoard or W&B is asked for and not installed.
         SystemExit: With code 0, after SIGTERM to any of the processes, when all is saved.
     """
-    arguments.check_population(pop)
-    arguments.check_selection(tournament, mutation, evo_steps)
-    ranks = arguments.training_ranks(accelerator, pop)
-    options = LoopOptions(**options_among(locals()))
+    check_agents(pop)
+    check_selection(tournament, mutation, evo_steps)
+    ranks = training_ranks(accelerator, pop)
+    options = TrainingOptions(**options_among(locals()))
     require_trackers(tensorboard=tensorboard, wb=wb)
-    arguments.check_count("groups_per_iteration", groups_per_iteration)
-    arguments.check_count("train_seeds", train_seeds)
-    groups = arguments.share_of("groups_per_iteration", groups_per_iteration, ranks)
-    make_env = EnvMaker(env_factory, env_config, pop)
+    COUNT("groups_per_iteration", groups_per_iteration)
+    COUNT("train_seeds", train_seeds)
+    groups = per_process("groups_per_iteration", groups_per_iteration, ranks)
+    make_env = EnvironmentFactory(env_factory, env_config, pop)
     env = SyncMultiTurnVecEnv(
         make_env,
         batch_size=groups,

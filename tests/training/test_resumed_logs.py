@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from resume_helpers import After, files_up_to, make_agents, rows_of, run_reasoning, state_of
 
+from agilerl.training.experience import Sample
 from agilerl.training.logs.files import CompletionsFile, MetricsCsv, take_over_logs
 from agilerl.training.logs.sinks import TensorBoardSink
-from agilerl.training.protocols import Sample
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -23,7 +23,7 @@ from agilerl.training.checkpoint.plain_json import check_plain
 from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
 from agilerl.training.checkpoint.saver import is_no_room
 from agilerl.training.collectors import ReasoningCollector
-from agilerl.training.options import LoopOptions
+from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Population
 from agilerl.training.run import run_training
 from agilerl.training.train_llm import finetune_llm_reasoning
@@ -99,7 +99,7 @@ def test_when_time_is_up_the_last_iteration_is_evaluated(
         now[0] += 0.6
 
     agent = FakeAgent(on_save=slowly)
-    options = LoopOptions(
+    options = TrainingOptions(
         max_steps=90,
         max_wall_seconds=0.5,
         evaluation_interval=99,
@@ -199,7 +199,7 @@ def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monke
     train(FakeAgent(), max_steps=2, **paths)
     assert [path.parent for path in complete_checkpoints("~/run")] == [tmp_path / "home/run"]
     again = FakeAgent()
-    options = LoopOptions(max_steps=4, resume_from="~/run", **paths)
+    options = TrainingOptions(max_steps=4, resume_from="~/run", **paths)
     assert options.resume_from == options.checkpoint_path == tmp_path / "home" / "run"
     assert options.elite_path == tmp_path / "home" / "elite"
     assert (tmp_path / "home" / "elite" / "agent.json").is_file()

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.training.experience import Sample
 from agilerl.training.logs.files import FIRST_COLUMNS, CompletionsFile, MetricsCsv
 from agilerl.training.logs.progress_bar import ProgressBar
-from agilerl.training.protocols import Sample
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 HERE = Path(__file__).parent

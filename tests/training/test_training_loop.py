@@ -11,13 +11,13 @@ import pytest
 import torch
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.training.logs.row_statistics import (
+from agilerl.training.experience import (
+    Experience,
     accuracy,
     has_reward_variance,
     reward_statistics,
     time_statistics,
 )
-from agilerl.training.protocols import Experience
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 

@@ -28,7 +28,7 @@ from agilerl.testing import byte_tokenizer
 from agilerl.training import rank_consistency
 from agilerl.training.checkpoint.elite import Elite
 from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
-from agilerl.training.options import LoopOptions
+from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Population
 from agilerl.training.protocols import Collector
 from agilerl.training.run import run_training
@@ -51,7 +51,7 @@ def train(ranks: Ranks, on_learn: Learn = lambda agent: None, size: int = 1, **o
     for agent in pop:
         agent.ranks = ranks
         agent.engine = SimpleNamespace(sharded=options.get("max_steps") == 5)
-    given = LoopOptions(**({"max_steps": 4, "verbose": False} | options))
+    given = TrainingOptions(**({"max_steps": 4, "verbose": False} | options))
     population = Population(pop, [ReasoningCollector(FakeGym(rows=99)) for _ in pop])
     run_training(population, given, "d", None, ranks)
     return len(pop[0].learned)
@@ -99,7 +99,7 @@ def refused_data(folder: Path, make: Callable[[Ranks], Collector]) -> str:
     """What both processes say of the environments that ``make`` gives them."""
 
     def action(ranks: Ranks) -> None:
-        options = LoopOptions(max_steps=4, verbose=False, checkpoint_path=folder / "run")
+        options = TrainingOptions(max_steps=4, verbose=False, checkpoint_path=folder / "run")
         run_training(Population([FakeAgent(3)], [make(ranks)]), options, "d", None, ranks)
 
     said = refused(on_two_ranks(folder / "ranks", action), ValueError)
@@ -175,7 +175,7 @@ def test_environments_that_divide_their_data_themselves_are_let_be(tmp_path: Pat
             return {**super().state_dict(), "rank": self.rank}
 
     def action(ranks: Ranks) -> int:
-        options = LoopOptions(max_steps=4, verbose=False, checkpoint_path=tmp_path / "run")
+        options = TrainingOptions(max_steps=4, verbose=False, checkpoint_path=tmp_path / "run")
         agent, collector = AgentOfRank(), ReasoningCollector(Part(ranks.rank))
         run_training(Population([agent], [collector]), options, "d", None, ranks)
         return len(agent.learned)
@@ -239,7 +239,7 @@ def test_others_are_told_that_resuming_needs_it(
     first, second = on_two_ranks(tmp_path / "ranks", in_a_folder_of_its_own(tmp_path, action))
     assert (first[0], second[0]) == (1, 1)  # max_steps counts the prompts of both
     (warning,) = first[1]
-    assert "is not seen by process 1" in warning and "to go on from them" in warning
+    assert "is not seen by process 1" in warning and "to resume from them" in warning
     assert second[1] == []
     assert not list((tmp_path / "machine_0" / "run").glob(".seen*"))
 

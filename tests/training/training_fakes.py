@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,7 @@ class FakeAgent:
         self.scores: list[float] = []
         self.steps: list[int] = [0]
         self.last_checkpoint: str | None = None
+        self.accelerator, self.engine = None, SimpleNamespace(sharded=False)
         self.learned: list[dict[str, Any]] = []
         self.trackers: list[int] = []
 

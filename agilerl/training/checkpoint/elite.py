@@ -129,20 +129,3 @@ class Elite:
         moved = move_aside(self.path, ATTRIBUTES_FILE)
         logger.warning("The elite of an earlier run was moved from %s to %s", self.path, moved)
         return True
-
-
-def check_elite_outside(elite_path: str | Path | None, run_directory: Path) -> None:
-    """Refuse an elite path whose replacement would take the run directory with it.
-
-    Raises:
-        ValueError: If ``run_directory`` is ``elite_path`` or lies in it.
-    """
-    if elite_path is None:
-        return
-    elite = Path(elite_path).resolve()
-    if run_directory.resolve().is_relative_to(elite):
-        raise ValueError(
-            f"elite_path={str(elite_path)!r} holds the run directory {str(run_directory)!r}, and "
-            "saving the elite replaces what is there: choose a directory of its own, such as "
-            f"{str(run_directory / 'elite')!r}."
-        )

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
 
+from agilerl.training.experience import Sample
 from agilerl.training.logs.line_file import LineFile
-from agilerl.training.protocols import Row, Sample
+from agilerl.training.protocols import Row
 
 logger = logging.getLogger(__name__)
 

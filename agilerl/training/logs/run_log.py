@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from agilerl.training.experience import Sample
 from agilerl.training.logs.files import (
     COMPLETIONS_FILE,
     METRICS_FILE,
@@ -15,8 +16,8 @@ from agilerl.training.logs.files import (
 )
 from agilerl.training.logs.progress_bar import ProgressBar
 from agilerl.training.logs.sinks import TensorBoardSink, WandbSink
-from agilerl.training.options import LoopOptions
-from agilerl.training.protocols import Row, Sample
+from agilerl.training.options import TrainingOptions
+from agilerl.training.protocols import Row
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class RunLog:
         self,
         directory: Path,
         name: str,
-        options: LoopOptions,
+        options: TrainingOptions,
         config: Mapping[str, Any],
         total: int | None,
         resumed: Mapping[str, Any] | None = None,

@@ -1,0 +1,164 @@
+"""The environments of a run, as the user gives them: checked, and made to fit the agents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agilerl.checks import InstanceOf, require
+from agilerl.training.protocols import DistributedEnv, SingleTurnEnv, missing_members
+
+if TYPE_CHECKING:
+    from agilerl.distributed import Ranks
+    from agilerl.training.protocols import Agent
+    from agilerl.typing import MultiTurnEnv
+
+
+def single_turn_environments(
+    env: Any, env_fn: Callable[[], Any] | None, agents: Sequence[Agent], ranks: Ranks
+) -> list[Any]:
+    """One environment per agent: the shared ``env`` repeated, or one from each call of ``env_fn``.
+
+    Raises:
+        ValueError: If both or neither are given, if one was built without the accelerator, or if a
+            prompt is too long for an agent.
+        TypeError: If ``env_fn`` cannot be called or an environment lacks what the loop needs.
+    """
+    given = "neither was" if env is None else "both were"
+    require(
+        (env is None) != (env_fn is None),
+        f"Exactly one of env and env_fn is needed, {given} given: env is shared by all agents, "
+        "env_fn is called once per agent to make one each.",
+    )
+    if env_fn is None:
+        name, environments = "env", [env] * len(agents)
+    else:
+        require(
+            callable(env_fn),
+            f"env_fn={env_fn!r} cannot be called: pass a function without arguments that returns "
+            "an environment, or pass the environment itself as env.",
+            TypeError,
+        )
+        name, environments = "env_fn()", [env_fn() for _ in agents]
+    for agent, made in zip(agents, environments, strict=True):
+        missing = missing_members(made, SingleTurnEnv)
+        require(
+            not missing,
+            f"{name} is a {type(made).__name__}, which lacks {', '.join(missing)}: pass a "
+            "ReasoningGym, or an environment with the same interface.",
+            TypeError,
+        )
+        _check_processes(made, ranks)
+        _check_prompts_fit(made, agent)
+    return environments
+
+
+def _check_processes(env: Any, ranks: Ranks) -> None:
+    """Refuse one that was built without the accelerator: all processes would train on the same."""
+    if not missing_members(env, DistributedEnv):
+        require(
+            env.num_processes == ranks.world_size,
+            f"{env.name} divides its rows among {env.num_processes} processes, but "
+            f"{ranks.world_size} train together: pass the accelerator to the environment too.",
+        )
+
+
+def _check_prompts_fit(env: SingleTurnEnv, agent: Agent) -> None:
+    """Refuse a prompt that would end the run when it is drawn: it leaves no room for a token."""
+    lengths, limit = env.prompt_lengths(), agent.sampling_config().max_model_len
+    longest, too_long = max(lengths), sum(length >= limit for length in lengths)
+    require(
+        not too_long,
+        f"The longest prompt of {env.name} has {longest} tokens, template included, but agent "
+        f"{agent.index} has max_model_len={limit}, which has to hold the prompt and at least one "
+        f"token of its completion: {too_long} of {len(lengths)} prompts are too long. Leave them "
+        f"out with a smaller max_context_length of ReasoningGym (at most {limit - 1}), or raise "
+        "max_model_len of the agents.",
+    )
+
+
+class EnvironmentFactory:
+    """Makes multi-turn environments that fit the agents.
+
+    One is made at once, so that what is wrong with it shows before anything is written; it is
+    handed out first.
+
+    Args:
+        env_factory: Makes an environment.
+        env_config: Its keyword arguments.
+        agents: Who will play in them.
+
+    Raises:
+        TypeError: If ``env_factory`` or ``env_config`` is of the wrong kind.
+        ValueError: If an environment does not fit the agents' contexts.
+    """
+
+    def __init__(
+        self,
+        env_factory: Callable[..., MultiTurnEnv],
+        env_config: Mapping[str, Any] | None,
+        agents: Sequence[Agent],
+    ) -> None:
+        require(
+            callable(env_factory),
+            f"env_factory={env_factory!r} cannot be called: pass a function that returns a new "
+            "multi-turn environment, such as a TokenObservationWrapper.",
+            TypeError,
+        )
+        InstanceOf(Mapping, "a dict of env_factory's arguments")("env_config", env_config)
+        self._factory, self._agents = env_factory, agents
+        first = self._make(**(env_config or {}))
+        self._unused = [first]
+        self.name = type(getattr(first, "env", first)).__name__
+        """Class of the environment inside the wrapper, for the run's name."""
+
+    def __call__(self, **config: Any) -> MultiTurnEnv:
+        """An environment that was not handed out yet."""
+        try:
+            return self._unused.pop()
+        except IndexError:  # asked beforehand, another thread could take the last one meanwhile
+            return self._make(**config)
+
+    def close(self) -> None:
+        """Close what was never handed out."""
+        while self._unused:
+            self._unused.pop().close()
+
+    def _make(self, **config: Any) -> MultiTurnEnv:
+        made = self._factory(**config)
+        fit_context(made, self._agents)
+        return made
+
+
+def fit_context(env: Any, agents: Sequence[Agent]) -> None:
+    """Give a multi-turn environment the agents' lengths where it has none; check those it has.
+
+    Raises:
+        ValueError: If its rows could get longer than an agent's context, or an agent's answers
+            longer than its rows.
+    """
+    if not hasattr(env, "max_model_len"):
+        return
+    configs = [agent.sampling_config() for agent in agents]
+    limit = min(config.max_model_len for config in configs)
+    answers = [config.max_new_tokens for config in configs if config.max_new_tokens is not None]
+    reserved = getattr(env, "max_output_tokens", None)
+    if env.max_model_len is None:
+        env.max_model_len = limit
+    if reserved is None and len(answers) == len(configs):
+        env.max_output_tokens = reserved = max(answers)
+    own, room = env.max_model_len, reserved or 1
+    require(
+        own <= limit,
+        f"env_factory made an environment with max_model_len={own}, but an agent has "
+        f"max_model_len={limit}: give both the same, or leave the environment's at None.",
+    )
+    for config in configs:
+        most = config.max_new_tokens
+        require(
+            config.max_model_len <= own or (most is not None and most <= room),
+            f"env_factory made an environment with max_model_len={own} that keeps {room} tokens "
+            f"free for an answer, but an agent with max_model_len={config.max_model_len} may "
+            f"answer with up to {most or 'as many'} tokens (max_output_tokens): give all the same "
+            "max_model_len, or the environment the agents' largest max_output_tokens.",
+        )
