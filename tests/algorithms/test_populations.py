@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,26 @@ def test_a_population_may_be_wrapped() -> None:
 def test_bad_population_size(size: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="size is"):
         GRPO.population(size, actor_network=small_model(), pad_token_id=0, pad_token="p")
+
+
+def test_a_population_refuses_other_ranges() -> None:
+    with pytest.raises(TypeError, match=r"hp_config is .*it must be a HyperparameterConfig"):
+        GRPO.population(
+            1, hp_config={"lr": 1}, actor_network=small_model(), pad_token_id=0, pad_token="p"
+        )
+
+
+def test_sizes_of_spaces_are_read_off_their_attributes() -> None:
+    box, discrete = SimpleNamespace(shape=(3, 4)), SimpleNamespace(n=5, shape=())
+    several = SimpleNamespace(nvec=[2, 3], shape=(2,))
+    assert GRPO.get_state_dim(box) == (3, 4)
+    assert GRPO.get_action_dim(discrete) == (5,) and GRPO.get_action_dim(several) == (5,)
+    assert GRPO.get_state_dim([box, discrete]) == ((3, 4), (5,))
+    assert GRPO.get_state_dim({"a": box}) == ((3, 4),)
+    assert GRPO.get_state_dim(SimpleNamespace(spaces={"a": discrete})) == ((5,),)
+    assert GRPO.get_state_dim(SimpleNamespace(spaces=(box, several))) == ((3, 4), (5,))
+    with pytest.raises(TypeError, match="is not a Gymnasium space"):
+        GRPO.get_state_dim("box")
 
 
 def test_training_one_agent_leaves_another_alone() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 
 from agilerl.algorithms.core.registry import HyperparameterConfig, NetworkGroup, OptimizerConfig
+from agilerl.checks import COUNT, InstanceOf
 
 
 class EvolvableAlgorithm:
@@ -135,17 +136,14 @@ class EvolvableAlgorithm:
             **kwargs: Constructor arguments. Hyperparameters in ``hp_config`` are drawn within
                 their limits for each agent.
         """
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"size is {size!r}; it must be an integer")
-        if size < 1:
-            raise ValueError(f"size is {size}; it must be at least 1")
-        given = kwargs.get("hp_config")
-        ranges = given.config if isinstance(given, HyperparameterConfig) else {}
+        COUNT("size", size)
+        search = kwargs.get("hp_config")
+        InstanceOf(HyperparameterConfig, "a HyperparameterConfig")("hp_config", search)
         rng = random.Random(kwargs.get("seed", 42))
         agents: list[Any] = []
         for index in range(size):
-            sampled = {name: parameter.sample(rng) for name, parameter in ranges.items()}
-            agent: Any = cls(**{**kwargs, **sampled, "index": index})
+            drawn = {name: row.sample(rng) for name, row in search.items()} if search else {}
+            agent: Any = cls(**{**kwargs, **drawn, "index": index})
             agents.append(
                 agent if wrapper_cls is None else wrapper_cls(agent, **(wrapper_kwargs or {}))
             )
@@ -184,16 +182,15 @@ def _move(item: Any, device: Any) -> Any:
 
 def _space_dim(space: Any) -> tuple[Any, ...]:
     """Read a Gymnasium space by its public attributes, so that gymnasium need not be installed."""
-    if isinstance(space, Sequence):
-        return tuple(_space_dim(part) for part in space)
-    if hasattr(space, "spaces"):
-        parts = space.spaces.values() if isinstance(space.spaces, dict) else space.spaces
-        return tuple(_space_dim(part) for part in parts)
-    if hasattr(space, "nvec"):
-        return (int(sum(space.nvec)),)
-    shape, n = getattr(space, "shape", None), getattr(space, "n", None)
-    if n is not None:
-        return (int(n),)
-    if shape is not None:
-        return tuple(shape)
+    match space:
+        case [*spaces] | object(spaces=[*spaces]):
+            return tuple(_space_dim(part) for part in spaces)
+        case dict(spaces) | object(spaces=dict(spaces)):
+            return tuple(_space_dim(part) for part in spaces.values())
+        case object(nvec=sizes):
+            return (int(sum(sizes)),)
+        case object(n=n):
+            return (int(n),)
+        case object(shape=tuple(shape)):
+            return shape
     raise TypeError(f"{space!r} is not a Gymnasium space")

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from agilerl.checks import InstanceOf, require
+
 
 @dataclass
 class RLParameter:
-    """Limits and steps of one hyperparameter under mutation."""
+    """Limits and step sizes of one hyperparameter under mutation."""
 
     min: float
     max: float
@@ -21,29 +23,49 @@ class RLParameter:
     grow_factor: float = 1.2
     """A growing mutation multiplies by this."""
     dtype: type = float
+    """``int`` or ``float``."""
     value: float | None = None
-    """Current value, if the parameter keeps one itself."""
+    """Where :meth:`mutate` keeps the value if it is given none."""
 
     def __post_init__(self) -> None:
-        if not self.min <= self.max:
-            raise ValueError(f"RLParameter needs min <= max, got min={self.min}, max={self.max}")
-        if not 0 < self.shrink_factor <= 1 <= self.grow_factor:
-            raise ValueError(
-                "RLParameter needs 0 < shrink_factor <= 1 <= grow_factor, got "
-                f"shrink_factor={self.shrink_factor}, grow_factor={self.grow_factor}"
-            )
-        if self.dtype not in (int, float):
-            raise TypeError(f"RLParameter dtype is {self.dtype!r}; it must be int or float")
+        require(
+            self.min <= self.max,
+            f"RLParameter has min={self.min} and max={self.max}; min must be at most max",
+        )
+        require(
+            0 < self.shrink_factor <= 1 <= self.grow_factor,
+            f"RLParameter has shrink_factor={self.shrink_factor} and grow_factor="
+            f"{self.grow_factor}; it must hold that 0 < shrink_factor <= 1 <= grow_factor",
+        )
+        require(
+            self.dtype in (int, float),
+            f"RLParameter has dtype={self.dtype!r}; it must be int or float",
+            TypeError,
+        )
 
-    def sample(self, rng: random.Random) -> float:
-        """A value drawn uniformly between the limits."""
+    def sample(self, rng: random.Random | None = None) -> float:
+        """Draw a value uniformly between the limits.
+
+        Args:
+            rng: None: Python's global generator.
+        """
+        source = rng or random
         if self.dtype is int:
-            return rng.randint(int(self.min), int(self.max))
-        return rng.uniform(self.min, self.max)
+            return source.randint(int(self.min), int(self.max))
+        return source.uniform(self.min, self.max)
 
-    def mutate(self, value: float, rng: random.Random) -> float:
-        """Shrink or grow ``value`` by one step, within the limits; an int moves by at least 1."""
-        factor = rng.choice((self.shrink_factor, self.grow_factor))
+    def mutate(self, value: float | None = None, rng: random.Random | None = None) -> float:
+        """Shrink or grow by one step, within the limits; an int moves by at least 1.
+
+        Args:
+            value: What to start from. None: the parameter's own ``value``, which becomes the
+                result; where it has none yet, one is drawn between the limits.
+            rng: None: Python's global generator.
+        """
+        if value is None:
+            self.value = self.mutate(self.sample(rng) if self.value is None else self.value, rng)
+            return self.value
+        factor = (rng or random).choice((self.shrink_factor, self.grow_factor))
         new = value * factor
         if self.dtype is int:
             new = min(int(new), int(value) - 1) if factor < 1 else max(round(new), int(value) + 1)
@@ -53,16 +75,17 @@ class RLParameter:
 class HyperparameterConfig:
     """The hyperparameters that evolution may change, by attribute name.
 
-    Example:
-        ``HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3), beta=RLParameter(min=0, max=1))``
+    Reads like a dict of :class:`RLParameter`, and by attribute::
+
+        search = HyperparameterConfig(lr=RLParameter(1e-6, 1e-3), beta=RLParameter(0, 1))
+        search["lr"] is search.lr
     """
 
     def __init__(self, **parameters: RLParameter) -> None:
         for name, parameter in parameters.items():
-            if not isinstance(parameter, RLParameter):
-                raise TypeError(
-                    f"hp_config parameter {name!r} is {parameter!r}; pass an RLParameter"
-                )
+            InstanceOf(RLParameter, "an RLParameter", optional=False)(
+                f"{name} in hp_config", parameter
+            )
         self.config: dict[str, RLParameter] = dict(parameters)
 
     def names(self) -> list[str]:
@@ -70,11 +93,17 @@ class HyperparameterConfig:
         return list(self.config)
 
     def items(self) -> ItemsView[str, RLParameter]:
-        """Pairs of attribute name and limits."""
+        """Pairs of attribute name and parameter."""
         return self.config.items()
 
     def __getitem__(self, name: str) -> RLParameter:
         return self.config[name]
+
+    def __getattr__(self, name: str) -> RLParameter:
+        # ``config`` is missing while a copy of this is made.
+        if name != "config" and name in self.config:
+            return self.config[name]
+        raise AttributeError(f"{type(self).__name__} has no hyperparameter {name!r}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.config)
@@ -82,9 +111,22 @@ class HyperparameterConfig:
     def __len__(self) -> int:
         return len(self.config)
 
-    def sample(self, rng: random.Random) -> tuple[str, RLParameter]:
-        """One of the hyperparameters at random."""
-        name = rng.choice(self.names())
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HyperparameterConfig) and self.config == other.config
+
+    __hash__ = None  # type: ignore[assignment] # it can be changed
+
+    def __repr__(self) -> str:
+        parameters = ", ".join(f"{name}={parameter}" for name, parameter in self.items())
+        return f"HyperparameterConfig({parameters})"
+
+    def sample(self, rng: random.Random | None = None) -> tuple[str, RLParameter]:
+        """Choose one of the hyperparameters at random.
+
+        Args:
+            rng: None: Python's global generator.
+        """
+        name = (rng or random).choice(self.names())
         return name, self.config[name]
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
