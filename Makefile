@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Passed on to the program that a target runs: make demo ARGS="--algorithm cispo"
 ARGS ?=
+# Processes that run the tests; ARGS="-n 0" runs them in one, as a debugger needs.
+WORKERS ?= 2
 # Address of a package index with CPU builds of torch, where pip would otherwise fetch a CUDA build.
 TORCH_INDEX ?=
 # Nothing here loads from a model hub; HF_HUB_OFFLINE=0 on the command line lifts the ban.
@@ -18,21 +20,28 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MANIFESTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test demo demo-multiturn demo-deepspeed benchmark lint format constraints clean
+.PHONY: help install test test-fast demo demo-multiturn demo-deepspeed benchmark lint format constraints clean
 
 help:
 	@echo "make demo       train a small language model on reasoning tasks, with before and after"
 	@echo "make demo-multiturn   the same over several turns: Guess The Number"
 	@echo "make demo-deepspeed   the first one on two processes, with DeepSpeed ZeRO 2"
 	@echo "make test       lint, type check and run all tests"
+	@echo "make test-fast  the tests that start no process and train nothing for long"
 	@echo "make benchmark  time one training step of this library and of TRL"
 	@echo "make install    what test needs, into $(VENV)"
 	@echo "make lint | format | clean | constraints"
 
 install: $(VENV)/.installed-dev
 
+# Tests that share what they launched, an xdist_group, go to one worker; the others to whoever is free.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
+
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-fast: install
+	$(PYTEST) -m "not slow and not process" $(ARGS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/grpo_reasoning.py $(ARGS)

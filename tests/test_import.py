@@ -1,40 +1,92 @@
-"""What importing loads, and what it must not."""
+"""What importing loads, needs and says, and what it must not."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("imports")]
+
 HEAVY = ("torch", "transformers", "peft", "datasets", "accelerate", "numpy")
-OPTIONAL = ("vllm", "deepspeed", "liger_kernel", "bitsandbytes", "wandb", "gem", "gymnasium")
+OPTIONAL = (
+    "vllm", "deepspeed", "liger_kernel", "bitsandbytes", "wandb", "tensorboard", "gem", "gymnasium",
+)  # fmt: skip
+ENTRIES = ["from agilerl.algorithms import GRPO, GSPO, CISPO", "import agilerl.training.train_llm"]
+CORE = "import agilerl.llm.prompts"
+
+# One interpreter for all: dependencies are imported once, and each statement is run by a fork of it
+# in which nothing of this package has been imported. Prints what each fork found.
+SCRIPT = f"""
+import json, os, sys, traceback, warnings
+
+def report(statement, missing=()):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        # None makes an import fail, as if the package were not installed.
+        sys.modules.update(dict.fromkeys(missing))
+        found = {{"error": None}}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                exec(statement, {{}})
+            except BaseException:
+                found["error"] = traceback.format_exc()
+        found["warnings"] = [str(warning) for warning in caught]
+        found["modules"] = [name for name, module in sys.modules.items() if module is not None]
+        os.write(writer, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        found = json.load(pipe)
+    os.wait()
+    return found
+
+reports = {{"package": report("import agilerl")}}
+import accelerate, datasets, peft, torch, transformers
+reports["core"] = report({CORE!r})
+reports["without"] = {{entry: report(entry, {OPTIONAL!r}) for entry in {ENTRIES!r}}}
+reports["with"] = {{entry: report(entry) for entry in {ENTRIES!r}}}
+print(json.dumps(reports))
+"""
 
 
-def run(code: str, *flags: str) -> None:
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, *flags, "-c", code], capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
-def test_import_agilerl_loads_no_torch() -> None:
-    run(f"import agilerl, sys; assert not set({HEAVY}) & set(sys.modules), sys.modules.keys()")
+def test_agilerl_loads_no_torch_and_no_testing(reports: dict[str, Any]) -> None:
+    loaded = set(reports["package"]["modules"])
+    assert "agilerl" in loaded
+    assert not {*HEAVY, "agilerl.testing"} & loaded
 
 
-@pytest.mark.parametrize(
-    "statement",
-    ["from agilerl.algorithms import GRPO, GSPO, CISPO", "import agilerl.training.train_llm"],
-)
-def test_imports_need_no_optional_package_and_warn_about_nothing(statement: str) -> None:
-    # None in sys.modules makes an import fail, as if the package were not installed. Only what
-    # this package warns about counts: the filter names its modules.
-    run(
-        f"import sys, warnings\n"
-        f"for name in {OPTIONAL}: sys.modules[name] = None\n"
-        f"with warnings.catch_warnings(record=True) as caught:\n"
-        f"    warnings.simplefilter('always')\n"
-        f"    {statement}\n"
-        f"own = [str(w) for w in caught if 'agilerl' in w.filename]\n"
-        f"assert not own, own\n"
-    )
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_no_optional_package_is_needed(reports: dict[str, Any], entry: str) -> None:
+    assert reports["without"][entry]["error"] is None
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_nothing_is_said_and_no_optional_package_loaded(
+    reports: dict[str, Any], entry: str
+) -> None:
+    found = reports["with"][entry]
+    assert found["error"] is None
+    assert found["warnings"] == []
+    assert not set(OPTIONAL) & set(found["modules"])
+
+
+def test_the_core_does_not_load_what_stands_on_it(reports: dict[str, Any]) -> None:
+    found = reports["core"]
+    assert found["error"] is None
+    above = tuple(f"agilerl.{part}" for part in ("llm_envs", "algorithms", "training", "hpo"))
+    assert not [name for name in found["modules"] if name.startswith(above)]

@@ -59,7 +59,7 @@ def plain() -> torch.Tensor:
         {"group_size": 2},
         {"temperature": 0.5},
         {"seed": 43},
-        {"lora_config": lora()},
+        pytest.param({"lora_config": lora()}, id="lora_config"),  # its text is in random order
         {"cosine_lr_schedule_config": CosineLRScheduleConfig(10, warmup_proportion=0.5)},
     ],
     ids=str,
@@ -144,6 +144,7 @@ def test_an_infinite_cap_leaves_the_importance_weights_as_they_are() -> None:
     assert math.isfinite(metrics[float("inf")]["mean_loss"])
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_compiled_forward_gives_the_same_update() -> None:
     # Compiling takes a minute: one layer, one adapter matrix pair, one optimizer step.

@@ -27,6 +27,8 @@ from safetensors.torch import load_file, save_file
 from agilerl.algorithms import GRPO
 from agilerl.testing import tiny_model
 
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
+
 Ranks = list[dict[str, Any]]
 TOLERANCE = 1e-6
 WRITERS = settings_of("checkpoint_grid")

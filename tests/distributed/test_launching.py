@@ -44,6 +44,7 @@ def test_a_single_process_needs_no_accelerator(monkeypatch: pytest.MonkeyPatch) 
     assert create_llm_accelerator(zero_stage=2, offload_optimizer=True) is None
 
 
+@pytest.mark.process
 def test_a_rank_that_dies_or_hangs_does_not_hang_the_test(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(
@@ -58,6 +59,7 @@ def test_a_rank_that_dies_or_hangs_does_not_hang_the_test(tmp_path: Path) -> Non
     assert time.monotonic() - start < 120
 
 
+@pytest.mark.process
 def test_a_rank_with_an_error_does_not_try_to_part_from_the_others(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(
@@ -89,6 +91,7 @@ reasoning(Path({run!r}), create_llm_accelerator(cpu=True), hook=hook)
 """
 
 
+@pytest.mark.process
 def test_a_rank_that_leaves_a_run_by_sys_exit_does_not_part_from_the_others(tmp_path: Path) -> None:
     """They would fail while it is still ending, and the launcher could name one of them."""
     script = tmp_path / "leaves.py"
@@ -100,6 +103,7 @@ def test_a_rank_that_leaves_a_run_by_sys_exit_does_not_part_from_the_others(tmp_
     assert "exitcode  : 3" in str(caught.value)
 
 
+@pytest.mark.process
 def test_ranks_that_sigterm_ended_part_from_each_other(tmp_path: Path) -> None:
     script = tmp_path / "stops.py"
     how = "os.kill(os.getpid(), signal.SIGTERM)"
@@ -129,6 +133,7 @@ def test_launch_configurations_are_read_by_accelerate(path: Path) -> None:
     assert settings.get("zero3_init_flag") == (False if kind == "zero3" else None)
 
 
+@pytest.mark.process
 def test_the_stage_is_that_of_the_launch_configuration_unless_given(tmp_path: Path) -> None:
     script = tmp_path / "stages.py"
     script.write_text(
@@ -195,6 +200,7 @@ def two_machines(launcher: str, port: int) -> list[list[str]]:
     return [[*command, "--machine_rank", machine] for machine in "01"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate launch"])
 def test_two_machines_find_each_other(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "hello.py"

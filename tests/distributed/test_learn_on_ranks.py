@@ -20,6 +20,8 @@ from agilerl.llm.losses import policy_loss, reduction_weights
 from agilerl.llm.policy import scatter_actions
 from agilerl.llm.update import Health
 
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
+
 Ranks = list[dict[str, Any]]
 TOLERANCE = 1e-6
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 from agents_and_batches import data, make_agent, weights
 from case_settings import each_setting
 from cases_populations import RATES
+
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
 
 Ranks = list[dict[str, Any]]
 

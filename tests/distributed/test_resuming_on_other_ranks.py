@@ -14,6 +14,8 @@ from training_runs import reasoning, sums, write_result
 
 from agilerl.llm_envs.base import TrainingBatchSampler
 
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
+
 SETTINGS = settings_of("another_number_of_ranks")
 
 

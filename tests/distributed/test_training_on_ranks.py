@@ -21,6 +21,8 @@ from launchers import kill_launcher
 from learn_from_sampler import MISSING, learned
 from torchrun import HERE, torchrun
 
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("training")]
+
 SCRIPT = HERE / "run_training.py"
 SETTINGS = ["ddp", "zero2", "zero3"]
 NAMES = ["reasoning", "multi_turn"]

@@ -8,6 +8,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.process
+
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 
 

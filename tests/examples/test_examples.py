@@ -40,6 +40,7 @@ def test_length(script: str, lines: int) -> None:
     assert len((EXAMPLES / script).read_text().splitlines()) <= lines
 
 
+@pytest.mark.process
 def test_from_scratch(tmp_path: Path) -> None:
     output = run("grpo_from_scratch.py", "--steps", "2", cwd=tmp_path)
     assert "held-out accuracy after" in output
@@ -57,6 +58,7 @@ def test_basic(
     assert (tmp_path / "runs" / "basic_checkpoint" / "actor").is_dir()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo"])
 def test_reasoning(algorithm: str, tmp_path: Path) -> None:
     output = run(
@@ -68,6 +70,7 @@ def test_reasoning(algorithm: str, tmp_path: Path) -> None:
     assert "held-out accuracy" in output
 
 
+@pytest.mark.process
 def test_command_for_the_adapter_works_without_this_library(tmp_path: Path) -> None:
     output = run("grpo_reasoning.py", "--iterations", "1", "--quiet", cwd=tmp_path)
     command = output[output.index("python - <<") :].replace("python -", f"{sys.executable} -", 1)
@@ -84,6 +87,7 @@ def test_command_for_the_adapter_works_without_this_library(tmp_path: Path) -> N
     assert result.stdout.strip()
 
 
+@pytest.mark.process
 def test_guess_the_number(tmp_path: Path) -> None:
     output = run("multiturn_guess_the_number.py", "--iterations", "1", "--quiet", cwd=tmp_path)
     folder = tmp_path / "demo_output" / "guess-the-number-seed0"
@@ -96,6 +100,7 @@ def test_guess_the_number(tmp_path: Path) -> None:
     assert re.search(r"random player +0\.\d+ +0\.\d+", output)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("processes", [1, 2])
 def test_distributed(processes: int, tmp_path: Path) -> None:
     launcher: tuple[str, ...] = ()

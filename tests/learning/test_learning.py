@@ -14,6 +14,8 @@ from agilerl.testing import (
     spell_backward_datasets,
 )
 
+pytestmark = pytest.mark.slow
+
 ITERATIONS = 40
 HELD_OUT = 150
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -142,12 +140,3 @@ def test_a_prompt_without_tokens_is_refused(plain_tokenizer: PreTrainedTokenizer
     encoder = PromptEncoder(plain_tokenizer, [{"role": "user", "content": "{question}"}])
     with pytest.raises(ValueError, match="without any token"):
         encoder.encode([""])
-
-
-def test_the_core_does_not_import_what_stands_on_it() -> None:
-    code = (
-        "import sys, agilerl.llm.prompts\n"
-        "above = ('llm_envs', 'algorithms', 'training', 'hpo')\n"
-        "sys.exit(any(m.startswith(f'agilerl.{p}') for m in sys.modules for p in above))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

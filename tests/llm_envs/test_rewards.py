@@ -344,6 +344,7 @@ for reward_fn in (sleeps, awaits, blocks, spins):
 """
 
 
+@pytest.mark.process
 def test_the_interpreter_exits_while_rewards_hang() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HANGING_SCRIPT],

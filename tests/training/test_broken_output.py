@@ -59,6 +59,7 @@ def run_that_loses_its_output(path: Path, broken: Callable[[], int]) -> None:
     assert not other.is_alive()  # or the bars of other threads would wait for ever
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("broken", [pipe_without_reader, full_device])
 def test_a_run_outlives_its_output(broken: Callable[[], int], tmp_path: Path) -> None:
     assert wait(start(lambda: run_that_loses_its_output(tmp_path / "c", broken))) == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_twenty_sigkills_of_a_run_that_saves_every_iteration(tmp_path: Path) -> None:
     script = Path(__file__).with_name("kill_during_run.py")

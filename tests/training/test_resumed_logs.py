@@ -140,6 +140,7 @@ def test_tensorboard_goes_on_once_there_is_room_again(tmp_path: Path) -> None:
     assert sorted({e.step for e in events.Scalars("agent_0/m24")}) == [1, 2, 3, 4]
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_wandb_goes_on_with_the_same_run(tmp_path: Path) -> None:
     code = """

@@ -144,6 +144,7 @@ def test_an_elite_whose_replacement_was_killed_is_kept_too() -> None:
     assert saved("run/elite.earlier_1") == (1, 2)
 
 
+@pytest.mark.process
 def test_an_elite_of_a_run_that_was_killed_before_its_next_checkpoint_is_its_own() -> None:
     """However often it is killed there; that of an earlier run is moved once."""
     Path("elite").mkdir()

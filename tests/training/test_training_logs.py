@@ -164,6 +164,7 @@ def write_rows_for_ever(path: Path, acknowledge: Connection) -> None:
         acknowledge.send(i)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kill_after", [0, 3, 49, 51, 101, 333, 500])
 def test_a_kill_while_writing_keeps_earlier_rows(kill_after: int, tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
@@ -247,6 +248,7 @@ def test_tensorboard_event_files(tmp_path: Path) -> None:
     assert [e.value for e in events.Scalars("agent_1/mean_kl")] == [0.25, 0.5]
 
 
+@pytest.mark.process
 def test_wandb_offline(tmp_path: Path) -> None:
     code = f"""
 from training_fakes import FakeAgent, FakeGym
@@ -275,6 +277,7 @@ finetune_llm_reasoning(
     assert not [path for path in written if API_KEY.encode() in path.read_bytes()]
 
 
+@pytest.mark.process
 def test_without_the_packages(tmp_path: Path) -> None:
     # None in sys.modules is how Python itself marks a module that cannot be imported.
     code = """
@@ -297,22 +300,6 @@ for argument in ("wb", "tensorboard"):
         "tensorboard=True needs the package tensorboard: pip install 'agilerl[logging]'",
     ], result.stderr
     assert len(list((tmp_path / "runs").iterdir())) == 1
-
-
-def test_importing_warns_of_nothing_and_loads_no_tracker() -> None:
-    code = """
-import sys
-import agilerl.training.train_llm
-print([name for name in ("wandb", "tensorboard") if name in sys.modules])
-"""
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
 def test_the_progress_bar_says_how_it_goes(capfd: pytest.CaptureFixture[str]) -> None:

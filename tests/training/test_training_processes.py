@@ -33,6 +33,8 @@ from agilerl.training.population import Population
 from agilerl.training.protocols import Collector
 from agilerl.training.run import run_training
 
+pytestmark = pytest.mark.process
+
 Learn = Callable[[FakeAgent], None]
 
 

@@ -232,6 +232,7 @@ print("returned", len(agent.learned), agent.steps[-1] > 0, flush=True)
 """
 
 
+@pytest.mark.process
 def test_sigterm_to_a_real_process(tmp_path: Path) -> None:
     with started(WAITING_RUN) as process:
         wait_for("learning 1", process.stdout, process)
@@ -247,6 +248,7 @@ def test_sigterm_to_a_real_process(tmp_path: Path) -> None:
     assert (tmp_path / "c/iteration_00000002/run_state.json").is_file()
 
 
+@pytest.mark.process
 def test_a_living_run_keeps_its_directory_and_a_killed_one_gives_it_up(tmp_path: Path) -> None:
     refused = pytest.raises(
         RuntimeError, match=r"checkpoint_path='c' .*choose another checkpoint_path"
@@ -273,6 +275,7 @@ def test_a_run_inside_a_run_is_refused_its_directory() -> None:
     train([FakeAgent()], max_steps=2, checkpoint_path="c")
 
 
+@pytest.mark.process
 def test_a_forked_child_does_not_keep_the_directory() -> None:
     with RunDirectory("run", "c"):
         child = os.fork()
@@ -286,6 +289,7 @@ def test_a_forked_child_does_not_keep_the_directory() -> None:
         os.waitpid(child, 0)
 
 
+@pytest.mark.process
 def test_a_kill_while_saving_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     code = """
 import time
