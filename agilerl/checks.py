@@ -70,9 +70,10 @@ class Number:
         )
         inside = self.low < value if self.open_low else self.low <= value
         finite = self.integer or not self.finite or math.isfinite(value)
-        end = "" if math.isinf(self.high) else f" and at most {self.high:g}"
         least = "above" if self.open_low else "at least"
-        allowed = f"{least} {self.low:g}{end}" + ("" if finite else " and finite")
+        bounds = [] if math.isinf(self.low) else [f"{least} {self.low:g}"]
+        bounds += [] if math.isinf(self.high) else [f"at most {self.high:g}"]
+        allowed = " and ".join(bounds + ([] if finite else ["finite"]))
         require(
             inside and value <= self.high and finite, f"{name} is {value}; it must be {allowed}"
         )
