@@ -124,7 +124,7 @@ def main() -> None:  # noqa: PLR0915 - one function on purpose, to be read top t
 
         # ---- Update: one optimizer step per mini-batch, its gradient accumulated over
         # micro-batches.
-        policy.activate("actor")
+        policy.set_role("actor")
         for mini_batch in torch.arange(len(batch)).split(MINI_BATCH):
             # The weight of every token is fixed by the whole mini-batch, so that the micro-batch
             # size changes nothing.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from agilerl.llm.head import LogitHead
+from agilerl.llm.causal_lm import LogitHead
 
 # A tile that fits the processor's cache is fastest on CPU; larger ones fill an accelerator better.
 TILE_BYTES = {"cpu": 16 * 2**20}

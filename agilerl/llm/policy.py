@@ -13,9 +13,9 @@ from torch import nn
 
 from agilerl.llm import adapters
 from agilerl.llm.batch import Batch
+from agilerl.llm.causal_lm import LogitHead, find_head
 from agilerl.llm.config import ForwardConfig
 from agilerl.llm.forward import action_hidden_states
-from agilerl.llm.head import LogitHead, find_head
 from agilerl.llm.logprobs import TokenLogProbs, token_logprobs
 from agilerl.llm.shared_base import SharedBase
 
@@ -45,7 +45,7 @@ class Policy:
         self._drop.atexit = False
         if separate_reference:
             self.copy_role("actor", "reference")
-        self.activate("actor")
+        self.set_role("actor")
 
     @property
     def model(self) -> PeftModel:
@@ -75,26 +75,29 @@ class Policy:
             )
         return self.slots[role]
 
-    def activate(self, role: str) -> None:
-        """Make a role's adapter the active one; only the actor's parameters require gradients."""
-        self.base.activate(self.slot(role), trainable=role != "reference")
+    def set_role(self, role: str) -> None:
+        """Run the model with a role's adapter from now on; the first is the actor's.
 
-    def use(self, role: str) -> None:
-        """Act with this role from now on; the first is the actor."""
-        self.activate(role)
+        Only the actor's parameters require gradients.
+
+        Raises:
+            ValueError: For a role this policy does not have.
+        """
+        self._activate(role)
         self.role = role
 
     @contextlib.contextmanager
-    def active(self, role: str | None) -> Iterator[None]:
-        """Within it ``role`` is active (None: the bare base), afterwards the one in use."""
-        if role is None:
-            self.base.activate(None, trainable=False)
-        else:
-            self.activate(role)
+    def as_role(self, role: str | None) -> Iterator[None]:
+        """Within it the model runs with ``role`` (None: the bare base), afterwards as before."""
+        self._activate(role)
         try:
             yield
         finally:
-            self.activate(self.role)
+            self._activate(self.role)
+
+    def _activate(self, role: str | None) -> None:
+        slot = None if role is None else self.slot(role)
+        self.base.activate(slot, trainable=role not in (None, "reference"))
 
     def parameters(self, role: str = "actor") -> dict[str, nn.Parameter]:
         """A role's parameters by name, the slot's name left out, in a fixed order."""
@@ -194,7 +197,7 @@ class Policy:
         runs = len(parts) if partition is None else partition.most(len(parts))
         if runs == 0:
             return result
-        with self.active(role):
+        with self.as_role(role):
             for _ in range(runs - len(parts)):
                 # Only for the ranks that have more rows.
                 self.logprobs(batch.select(rows.new_zeros(1)), config, entropy=False)

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from agilerl.distributed import Ranks
 from agilerl.llm import adapters
+from agilerl.llm.causal_lm import check_head
 from agilerl.llm.checkpoint import base_weights
 from agilerl.llm.engine.partition_checks import check_every_layer_runs
 from agilerl.llm.forward import supports_shared_prefixes
-from agilerl.llm.head import check_head
 
 if TYPE_CHECKING:
     from agilerl.llm.engine.partitioned_base import PartitionedBase

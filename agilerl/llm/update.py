@@ -106,19 +106,19 @@ def run_update(
         later = torch.cat([mini.active for mini in mini_batches[1:]]).unique()
         old_logp = policy.frozen_logprobs(batch, "actor", forward, later)
 
-    policy.activate("actor")
-    for number, mini in enumerate(mini_batches):
-        old = old_logp if number > 0 else None
-        step = _Step(
-            policy, engine, rollouts, loss, forward, update, old, ref_logp, shares, metrics
-        )
-        try:
-            rows_at_fault = step.run(mini)
-        except BaseException:
-            engine.discard()
-            raise
-        if rows_at_fault is not None:
-            _watch(rows_at_fault, engine.ranks.rank, metrics, health)
+    with policy.as_role("actor"):
+        for number, mini in enumerate(mini_batches):
+            old = old_logp if number > 0 else None
+            step = _Step(
+                policy, engine, rollouts, loss, forward, update, old, ref_logp, shares, metrics
+            )
+            try:
+                rows_at_fault = step.run(mini)
+            except BaseException:
+                engine.discard()
+                raise
+            if rows_at_fault is not None:
+                _watch(rows_at_fault, engine.ranks.rank, metrics, health)
     metrics.reduce(engine.ranks)
     return metrics
 

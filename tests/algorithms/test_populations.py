@@ -22,7 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from agilerl.algorithms import CISPO, GRPO, GSPO
 from agilerl.algorithms.core import EvolvableAlgorithm, LLMAlgorithm
-from agilerl.algorithms.core.build_policy import place_model
+from agilerl.algorithms.core.build_policy import move_to_device
 from agilerl.algorithms.core.registry import (
     HyperparameterConfig,
     NetworkGroup,
@@ -360,5 +360,5 @@ def test_a_model_in_use_is_not_moved_to_another_device() -> None:
     model = small_model()
     agent = make_agent(GRPO, model)
     with pytest.raises(ValueError, match=r"device is 'meta'.*in use by another agent on 'cpu'"):
-        place_model(model, torch.device("meta"))
+        move_to_device(model, torch.device("meta"))
     assert agent.policy.device.type == "cpu"

@@ -117,7 +117,7 @@ def train_by_hand(agent: GRPO, batch: Data, steps: list[list[int]]) -> None:
     )
     parameters = list(agent.policy.parameters().values())
     optimizer = torch.optim.AdamW(parameters, lr=agent.lr, weight_decay=0.0)
-    agent.policy.activate("actor")
+    agent.policy.set_role("actor")
     for step in map(torch.tensor, steps):
         part = rows.select(step)
         width = part.action_mask.shape[1]

@@ -62,7 +62,7 @@ def test_modules_to_save_belong_to_their_slot() -> None:
         policy = random_policy(model, config)
     assert "lm_head.modules_to_save.weight" in policy.parameters()
     batch = random_batch()
-    policy.activate("actor")
+    policy.set_role("actor")
     logp = policy.logprobs(batch, PLAIN).logp
     gradient = torch.autograd.grad(
         logp.sum(), policy.parameters()["lm_head.modules_to_save.weight"]

@@ -66,7 +66,7 @@ def test_the_live_learning_rate_is_kept_whatever_was_saved(
         source.advance_schedule()
     engine = LocalEngine([nn.Parameter(torch.ones(2))], 0.02, live_schedule)
     start = engine.optimizer.param_groups[0]["lr"]
-    engine.load_state_dict(source.state_dict())
+    engine.load_state_dict(source.state_dict(), keep_lr=True)
     (group,) = engine.optimizer.param_groups
     if live_schedule is None:
         assert group["lr"] == 0.02 and "initial_lr" not in group
@@ -100,14 +100,13 @@ def test_restored_rates_go_on_as_those_of_the_state(
     set_learning_rate(source.optimizer, 0.03)
     engine = LocalEngine([nn.Parameter(torch.ones(2))], 0.07, schedule)
     engine.load_state_dict(source.state_dict())
-    engine.restore_rates(source.state_dict())
     assert rates(engine) == rates(source)
     for lr in (0.1, 0.1, 0.07):  # it is the rate in force already; then another
         for each in (source, engine):
             each.set_lr(lr)
             each.advance_schedule()
         assert rates(engine) == rates(source)
-    assert engine.lr == 0.07
+    assert engine.lrs == [0.07]
 
 
 def test_rates_of_a_state_that_does_not_say_which_was_taken_over() -> None:
@@ -117,8 +116,7 @@ def test_rates_of_a_state_that_does_not_say_which_was_taken_over() -> None:
     del state["lr"]
     engine = LocalEngine([nn.Parameter(torch.ones(2))], 0.02, SCHEDULE)
     engine.load_state_dict(state)
-    engine.restore_rates(state)
-    assert (rates(engine), engine.lr) == (rates(source), 0.1)
+    assert (rates(engine), engine.lrs) == (rates(source), [0.1])
 
 
 @pytest.mark.parametrize(("live", "saved"), [(None, SCHEDULE), (SCHEDULE, None)])
@@ -129,8 +127,7 @@ def test_rates_under_another_kind_of_schedule_are_not_restored(
     before = rates(engine)
     state = LocalEngine([nn.Parameter(torch.ones(2))], 0.1, saved).state_dict()
     engine.load_state_dict(state)
-    engine.restore_rates(state)
-    assert (rates(engine), engine.lr) == (before, 0.02)
+    assert (rates(engine), engine.lrs) == (before, [0.02])
 
 
 def test_a_rate_set_on_the_optimizer_is_the_peak_of_the_schedule_from_then_on() -> None:
@@ -140,6 +137,6 @@ def test_a_rate_set_on_the_optimizer_is_the_peak_of_the_schedule_from_then_on() 
     assert engine.optimizer.param_groups[0]["lr"] == 0.03
     for _ in range(5):
         for each in (engine, other):
-            each.set_lr(each.lr)
+            each.set_lr(each.lrs)
             each.advance_schedule()
         assert rates(engine) == rates(other)

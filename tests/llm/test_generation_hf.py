@@ -11,10 +11,10 @@ from model_families import FAMILIES, UNSHARED_FAMILIES, make_family
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agilerl.algorithms import GRPO
+from agilerl.llm.causal_lm import LogitHead
 from agilerl.llm.generation.decode import CachedDecoder, DecodingLoop
 from agilerl.llm.generation.hf import HFGenerator, check_cache, new_token_limit
 from agilerl.llm.generation.kv_cache import GrowingLayer
-from agilerl.llm.head import LogitHead
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
 
@@ -50,7 +50,7 @@ def test_greedy_equals_generate_one_by_one(family: str) -> None:
     settings = {"max_new_tokens": 6, "eos_token_ids": (2,)}
     batched = generate(policy, prompts, 2, greedy=True, chunk_size=5, **settings)
     for i, prompt in enumerate(prompts):
-        policy.activate("actor")
+        policy.set_role("actor")
         alone = model.generate(
             prompt[None], do_sample=False, max_new_tokens=6, eos_token_id=2, pad_token_id=0
         )[0, len(prompt) :]
@@ -84,7 +84,7 @@ def test_sampled_frequencies_match_the_model() -> None:
     policy = policy_of(model)
     (prompt,) = prompts_of([4], vocab=12)
     rows = generate(policy, [prompt], 4000, max_new_tokens=2, eos_token_ids=(11,), chunk_size=4000)
-    policy.activate("actor")
+    policy.set_role("actor")
     with torch.no_grad():
         first = model(prompt[None]).logits[0, -1].softmax(-1)
         after = model(torch.cat([prompt, torch.tensor([3])])[None]).logits[0, -1].softmax(-1)
@@ -162,7 +162,7 @@ def test_cache_grows_past_its_first_block() -> None:
     policy = policy_of(model)
     (prompt,) = prompts_of([3])
     (row,) = generate(policy, [prompt], 1, greedy=True, max_new_tokens=150, max_model_len=200)
-    policy.activate("actor")
+    policy.set_role("actor")
     alone = model.generate(
         prompt[None], do_sample=False, max_new_tokens=150, eos_token_id=EOS, pad_token_id=0
     )
@@ -183,7 +183,7 @@ def test_repetition_penalty_and_least_length_act_in_generation() -> None:
     (prompt,) = prompts_of([6])
     settings = {"repetition_penalty": 1.7, "min_new_tokens": 12}
     (row,) = generate(policy, [prompt], 1, greedy=True, **settings)
-    policy.activate("actor")
+    policy.set_role("actor")
     alone = model.generate(
         prompt[None],
         do_sample=False,

@@ -93,10 +93,10 @@ def test_only_the_given_slot_is_merged() -> None:
 
 def test_rollouts_are_of_the_role_in_use() -> None:
     policy = random_policy(tiny_model())
-    policy.use("reference")
+    policy.set_role("reference")
     with rollout_weights(policy):
         assert policy.model.active_adapters == [policy.slot("reference")]
-    policy.use("actor")
+    policy.set_role("actor")
     with rollout_weights(policy):
         assert policy.model.active_adapters == [policy.slot("actor")]
 
@@ -116,4 +116,4 @@ def test_another_agent_cannot_act_inside_a_rollout() -> None:
     model = tiny_model()
     first, second = random_policy(model), random_policy(model, seed=7)
     with rollout_weights(first), pytest.raises(RuntimeError, match="one agent of a base"):
-        second.activate("actor")
+        second.set_role("actor")

@@ -217,7 +217,7 @@ def test_weights_stay_the_same_in_a_session() -> None:
     with generator.session():
         generator.sync(policy)
         with pytest.raises(RuntimeError, match="one agent of a base"):
-            policy.use("reference")
+            policy.set_role("reference")
 
 
 def test_a_session_is_of_the_policy_and_role_in_sync() -> None:
@@ -235,7 +235,7 @@ def test_a_session_is_of_the_policy_and_role_in_sync() -> None:
             return [made, *generator.generate([prompt], 1, sampling, rng).token_ids]
 
     results = [answers()]
-    policy.use("reference")
+    policy.set_role("reference")
     generator.sync(policy)
     results.append(answers())
     generator.sync(other)

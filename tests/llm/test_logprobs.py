@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agilerl.llm.head import LogitHead, find_head
+from agilerl.llm.causal_lm import LogitHead, find_head
 from agilerl.llm.logprobs import TokenLogProbs, token_logprobs
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase

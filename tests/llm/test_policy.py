@@ -60,7 +60,7 @@ def test_training_one_policy_leaves_the_other_and_the_base_bit_identical() -> No
 
     engine = LocalEngine(first.parameters().values(), lr=0.1)
     for _ in range(2):
-        first.activate("actor")
+        first.set_role("actor")
         engine.backward(first.logprobs(batch, PLAIN).logp.sum())
         assert engine.step(1.0) > 0
 
@@ -78,12 +78,11 @@ def test_only_the_active_actor_requires_gradients() -> None:
     model = tiny_model()
     first, second = random_policy(model), random_policy(model)
     for policy in (first, second, first):
-        policy.activate("actor")
+        policy.set_role("actor")
         assert trainable(policy) == {id(p) for p in policy.parameters().values()}
-        policy.activate("reference")
-        assert trainable(policy) == set()
-        with policy.active(None):
-            assert trainable(policy) == set()
+        for role in ("reference", None):
+            with policy.as_role(role):
+                assert trainable(policy) == set()
         assert trainable(policy) == {id(p) for p in policy.parameters().values()}
 
 
@@ -104,7 +103,7 @@ def test_roles_compute_their_own_function_and_none_is_the_bare_base() -> None:
 
 def test_the_actor_is_active_again_after_an_error() -> None:
     policy = random_policy(tiny_model())
-    with pytest.raises(RuntimeError, match="inside"), policy.active("reference"):
+    with pytest.raises(RuntimeError, match="inside"), policy.as_role("reference"):
         raise RuntimeError("inside")
     assert trainable(policy) == {id(p) for p in policy.parameters().values()}
 
@@ -112,7 +111,7 @@ def test_the_actor_is_active_again_after_an_error() -> None:
 def test_an_unknown_role_is_named_with_those_there_are() -> None:
     policy = random_policy(tiny_model(), separate_reference=False)
     with pytest.raises(ValueError, match=r"'critic'.*\['actor'\]"):
-        policy.activate("critic")
+        policy.set_role("critic")
 
 
 def test_releasing_the_last_policy_gives_back_a_plain_model() -> None:
@@ -162,7 +161,7 @@ def test_a_policy_dropped_without_release_takes_its_adapters_along() -> None:
     for _ in range(3):  # as when a cell of a notebook is run again
         random_policy(model)
         assert len(kept.model.peft_config) == 2
-    kept.activate("actor")
+    kept.set_role("actor")
     assert torch.equal(kept.logprobs(batch, PLAIN).logp, logp)
     assert trainable(kept) == {id(p) for p in kept.parameters().values()}
     del kept
@@ -173,7 +172,7 @@ def test_dropping_a_policy_leaves_the_active_adapter_alone() -> None:
     model = tiny_model()
     kept, other = random_policy(model), random_policy(model)
     batch = random_batch()
-    kept.activate("actor")
+    kept.set_role("actor")
     logp = kept.logprobs(batch, PLAIN).logp
     del other
     assert trainable(kept) == {id(p) for p in kept.parameters().values()}
@@ -238,9 +237,9 @@ def test_parameters_keep_their_order_and_carry_no_slot_name() -> None:
 
 def test_log_probs_return_to_the_role_in_use() -> None:
     policy = random_policy(tiny_model())
-    policy.use("reference")
-    with policy.active(None):
+    policy.set_role("reference")
+    with policy.as_role(None):
         pass
     assert policy.model.active_adapters == [policy.slot("reference")]
-    policy.use("actor")
+    policy.set_role("actor")
     assert policy.model.active_adapters == [policy.slot("actor")]

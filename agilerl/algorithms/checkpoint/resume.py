@@ -57,7 +57,7 @@ class SavedAgent:
         agent.engine = self.engine
         agent.health.bad_steps = self.bad_steps
         agent.health.last_checkpoint = str(self.path)
-        agent.policy.use("actor")
+        agent.policy.set_role("actor")
 
 
 def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
@@ -102,8 +102,6 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
     # Last, as from here on there is an engine that would have to be closed.
     with _having(agent, settings):
         engine = restored_engine(agent, content.optimizer)
-    # Its own loading kept the live rate.
-    engine.restore_rates(content.optimizer)
     return SavedAgent(
         agent=agent,
         path=path,

@@ -73,6 +73,7 @@ def load_into(
         load_optimizer=load_optimizer,
         reference_from_actor=reference_from_actor,
         merge=merge,
+        keep_lr=True,
     )
 
 
@@ -83,6 +84,7 @@ def _load_content(
     load_optimizer: bool,
     reference_from_actor: bool,
     merge: bool,
+    keep_lr: bool,
 ) -> None:
     saved, optimizer = content.adapters, content.optimizer
     roles = {"actor": saved["actor"]}
@@ -111,7 +113,9 @@ def _load_content(
             role: lora_merging.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
             for role, adapter in roles.items()
         }
-        engine = None if optimizer is None else restored_engine(agent, optimizer)
+        engine = None
+        if optimizer is not None:
+            engine = restored_engine(agent, optimizer, keep_lr=keep_lr)
 
     overwrite_base(agent.policy, base)
     for role, tensors in fitted.items():
@@ -165,9 +169,8 @@ def rebuild(
         load_optimizer=content.optimizer is not None,
         reference_from_actor=False,
         merge=False,
+        keep_lr=False,
     )
-    if content.optimizer is not None:
-        agent.engine.restore_rates(content.optimizer)
     for name, value in content.history(("index", *agent._history)).items():
         setattr(agent, name, value)
     agent.rng.set_state(content.generator(ranks).get_state())
@@ -215,7 +218,7 @@ def _merged_config(
     return merged if lora_merging.differing_fields(live, merged) else None
 
 
-def restored_engine(agent: LLMAlgorithm, state: Any) -> LocalEngine:
+def restored_engine(agent: LLMAlgorithm, state: Any, *, keep_lr: bool = False) -> LocalEngine:
     """A new engine for the agent with a saved optimizer and schedule.
 
     Raises:
@@ -223,7 +226,7 @@ def restored_engine(agent: LLMAlgorithm, state: Any) -> LocalEngine:
     """
     engine = agent._build_engine()
     try:
-        engine.load_state_dict(state)
+        engine.load_state_dict(state, keep_lr=keep_lr)
         fits = all(
             value.shape == parameter.shape
             for parameter, moments in engine.optimizer.state.items()

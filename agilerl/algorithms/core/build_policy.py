@@ -1,4 +1,4 @@
-"""The ``actor_network`` argument: check it, take a PEFT adapter off it, read off what it is."""
+"""From the ``actor_network`` argument to an agent's adapters on a shared base."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from agilerl.algorithms.core.argument_rules import check_network
 from agilerl.distributed import Ranks, ranks_of
 from agilerl.llm.adapters import default_lora_config, scope_lora_config
+from agilerl.llm.causal_lm import check_pad_token
 from agilerl.llm.checkpoint.adapter_files import adapter_state_dict
 from agilerl.llm.checkpoint.lora_merging import check_same_config, load_adapter
 from agilerl.llm.engine.accelerator_config import (
@@ -21,7 +22,7 @@ from agilerl.llm.engine.accelerator_config import (
     offloads_base,
     partitions_base,
 )
-from agilerl.llm.engine.partition_checks import full_shape, is_partitioned
+from agilerl.llm.engine.partition_checks import is_partitioned
 from agilerl.llm.generation.hf import check_cache
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase, load_base
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class StartAdapter:
+class PretrainedAdapter:
     """An adapter trained elsewhere, from which an agent starts."""
 
     config: LoraConfig
@@ -45,8 +46,8 @@ class StartAdapter:
     """The plain model it was on."""
 
 
-# A PEFT model given to several agents is taken apart only once.
-_taken_off: WeakKeyDictionary[PeftModel, StartAdapter] = WeakKeyDictionary()
+# A PEFT model may be given to several agents, and is unwrapped for the first.
+_unwrapped: WeakKeyDictionary[PeftModel, PretrainedAdapter] = WeakKeyDictionary()
 
 
 def build_policy(agent: LLMArguments, network: PreTrainedModel | PeftModel | None) -> Policy:
@@ -61,16 +62,16 @@ def build_policy(agent: LLMArguments, network: PreTrainedModel | PeftModel | Non
         assert agent.model_name is not None
         network = load_base(agent.model_name, agent.model_config, agent.device)
         check_network("model_name", network)
-    partitioned = check_partition(network, agent.accelerator)
-    model, start = plain_model(network)
+    partitioned = check_partitioning(network, agent.accelerator)
+    model, pretrained = without_peft(network)
     check_pad_token(agent.pad_token_id, model)
-    place_model(model, torch.device(agent.device))
+    move_to_device(model, torch.device(agent.device))
     if not partitioned:
         check_same_weights(model, ranks_of(agent.accelerator))
     base = SharedBase.of(model)  # in evaluation mode from now on
     if not partitioned:  # else done when the weights were whole
         check_cache(model)
-    lora_config = resolve_lora_config(agent.lora_config, start, model, agent.lora_target_scope)
+    lora_config = resolve_lora_config(agent.lora_config, pretrained, model, agent.lora_target_scope)
     if partitions_base(agent.accelerator) and not partitioned:
         base.partition_over(
             ranks_of(agent.accelerator),
@@ -83,18 +84,20 @@ def build_policy(agent: LLMArguments, network: PreTrainedModel | PeftModel | Non
         separate_reference=agent.use_separate_reference_adapter,
         seed=agent.seed,
     )
-    if start is not None:
+    if pretrained is not None:
         for role in policy.roles:
-            load_adapter(policy, role, start.tensors, start.config)
+            load_adapter(policy, role, pretrained.tensors, pretrained.config)
     return policy
 
 
-def check_partition(network: PreTrainedModel | PeftModel, accelerator: Accelerator | None) -> bool:
-    """Whether agents have partitioned a model already; refuse it if it does not fit this one's.
+def check_partitioning(
+    network: PreTrainedModel | PeftModel, accelerator: Accelerator | None
+) -> bool:
+    """Whether agents have partitioned a model already.
 
     Raises:
-        ValueError: It is partitioned although the accelerator is not for ZeRO stage 3, or by others
-            than agents; or it is to be partitioned, but serves agents as it is.
+        ValueError: It is partitioned although the accelerator is not for ZeRO stage 3, or was not
+            partitioned by agents; or it is to be partitioned, but agents use it unpartitioned.
     """
     model = network.get_base_model() if isinstance(network, PeftModel) else network
     base = SharedBase.known(model)
@@ -120,8 +123,8 @@ def check_partition(network: PreTrainedModel | PeftModel, accelerator: Accelerat
     return partitioned
 
 
-def place_model(model: PreTrainedModel, device: torch.device) -> None:
-    """Move a model to the agent's device, unless living agents are on it.
+def move_to_device(model: PreTrainedModel, device: torch.device) -> None:
+    """Move a model to the agent's device, unless other agents use it.
 
     Raises:
         ValueError: It is spread over several devices, or in use on another one.
@@ -165,26 +168,12 @@ def check_same_weights(model: PreTrainedModel, ranks: Ranks) -> None:
         )
 
 
-def check_pad_token(pad_token_id: int, model: PreTrainedModel) -> None:
-    """Refuse a padding id that the model has no embedding for.
-
-    Raises:
-        ValueError: The id is too large.
-    """
-    rows = full_shape(model.get_input_embeddings().weight)[0]
-    if pad_token_id >= rows:
-        raise ValueError(
-            f"pad_token_id is {pad_token_id}, but the model embeds ids 0 to {rows - 1} only; pass "
-            "tokenizer.eos_token_id, or call model.resize_token_embeddings first"
-        )
-
-
-def plain_model(
+def without_peft(
     network: PreTrainedModel | PeftModel,
-) -> tuple[PreTrainedModel, StartAdapter | None]:
-    """The model without PEFT, and the LoRA adapter that it carried.
+) -> tuple[PreTrainedModel, PretrainedAdapter | None]:
+    """The plain model, and the LoRA adapter that it carried if it was a PEFT model.
 
-    The adapter is taken off: the PEFT model becomes the plain one.
+    The PEFT model is unloaded, and must not be used afterwards.
 
     Raises:
         TypeError: The PEFT model's active adapter is not LoRA.
@@ -192,13 +181,13 @@ def plain_model(
     """
     if not isinstance(network, PeftModel):
         return network, None
-    start = _taken_off.get(network)
-    if start is None:
-        start = _taken_off[network] = _take_off(network)
-    return start.model, start
+    adapter = _unwrapped.get(network)
+    if adapter is None:
+        adapter = _unwrapped[network] = _unwrap(network)
+    return adapter.model, adapter
 
 
-def _take_off(network: PeftModel) -> StartAdapter:
+def _unwrap(network: PeftModel) -> PretrainedAdapter:
     if SharedBase.of(network.get_base_model()).peft is not None:
         raise ValueError(
             "actor_network carries the adapters of living agents; pass their plain base model "
@@ -212,26 +201,29 @@ def _take_off(network: PeftModel) -> StartAdapter:
             "the plain base model"
         )
     tensors = {name: t.clone() for name, t in adapter_state_dict(network, slot).items()}
-    return StartAdapter(config, tensors, network.unload())
+    return PretrainedAdapter(config, tensors, network.unload())
 
 
 def resolve_lora_config(
-    given: LoraConfig | None, start: StartAdapter | None, model: PreTrainedModel, scope: str | None
+    given: LoraConfig | None,
+    pretrained: PretrainedAdapter | None,
+    model: PreTrainedModel,
+    scope: str | None,
 ) -> LoraConfig:
-    """The agent's adapter: as given, else as the one it starts from, else the default.
+    """The actor's LoRA config: as given, else the pretrained adapter's, else the default.
 
     Raises:
-        ValueError: The config does not fit the model, the scope or the adapter to start from.
+        ValueError: The config does not fit the model, the scope or the pretrained adapter.
     """
-    fallback = default_lora_config() if start is None else start.config
+    fallback = default_lora_config() if pretrained is None else pretrained.config
     chosen = given or fallback
     if scope is not None and isinstance(chosen.target_modules, set):
-        # A clone's targets were confined already, and are wrapped by now.
+        # A clone's targets are within the scope already, and their modules are wrapped by PEFT.
         scope = None if all(scope in t.split(".") for t in chosen.target_modules) else scope
     config = scope_lora_config(chosen, model, scope)
-    if start is not None:
+    if pretrained is not None:
         remedy = "Leave lora_config out: the agent takes that of the adapter"
-        check_same_config(config, start.config, "actor_network", remedy)
+        check_same_config(config, pretrained.config, "actor_network", remedy)
     if given is not None and given.lora_dropout:
         logger.warning(
             "lora_dropout=%s has no effect: all forwards run without dropout, so that the "
@@ -240,26 +232,3 @@ def resolve_lora_config(
         )
         config.lora_dropout = 0.0
     return config
-
-
-def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The ids that end a completion, by the generation config, else by the model's."""
-    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-    eos = model.config.get_text_config().eos_token_id if eos is None else eos
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
-
-
-def context_length(model: PreTrainedModel) -> int:
-    """The longest row the model's config allows, in tokens.
-
-    Raises:
-        ValueError: The config does not say.
-    """
-    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if length is None:
-        raise ValueError(
-            "max_model_len is None and the model's config names no context length; it must be set"
-        )
-    return int(length)

@@ -15,12 +15,13 @@ from peft import PeftModel
 from agilerl.algorithms.checkpoint import save_and_load
 from agilerl.algorithms.core.actions import action_result, unpadded_prompts
 from agilerl.algorithms.core.arguments import LLMArguments
-from agilerl.algorithms.core.build_policy import build_policy, context_length, eos_token_ids
+from agilerl.algorithms.core.build_policy import build_policy
 from agilerl.algorithms.core.evaluation import evaluate
 from agilerl.algorithms.core.evolvable import EvolvableAlgorithm
 from agilerl.algorithms.core.registry import NetworkGroup, OptimizerConfig
 from agilerl.distributed import ranks_of
 from agilerl.llm.adapters import copy_adapter
+from agilerl.llm.causal_lm import context_length, eos_token_ids
 from agilerl.llm.config import CosineLRScheduleConfig, ForwardConfig, SamplingConfig
 from agilerl.llm.engine.accelerator_config import rank_micro_batch_size
 from agilerl.llm.engine.build import build_engine
@@ -205,7 +206,7 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
     @property
     def actor(self) -> PeftModel:
         """The PEFT model with this agent's adapter active; all agents on a base share the model."""
-        self.policy.activate(self.policy.role)
+        self.policy.set_role(self.policy.role)
         return self.policy.model
 
     @property
@@ -230,7 +231,6 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
         self.engine = self._build_engine()
         if state is not None:
             self.engine.load_state_dict(state)
-            self.engine.restore_rates(state)
 
     @staticmethod
     def update_lr(
@@ -259,16 +259,16 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
         Raises:
             ValueError: For an unknown role.
         """
-        self.policy.use(adapter_name)
+        self.policy.set_role(adapter_name)
 
     @contextlib.contextmanager
     def select_adapter(self, adapter_name: str) -> Iterator[None]:
         """Within it the agent acts with a role's adapter; with the actor's again afterwards."""
-        self.policy.use(adapter_name)
+        self.policy.set_role(adapter_name)
         try:
             yield
         finally:
-            self.policy.use("actor")
+            self.policy.set_role("actor")
 
     def set_reference_policy(self, reference_update_tracker: int) -> None:
         """Copy the actor onto the reference when the tracker has advanced past the stored value.
@@ -350,9 +350,7 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
         twin = type(self)(**arguments)
         for role in self.policy.roles:
             copy_adapter(self.policy.parameters(role), twin.policy.parameters(role))
-        state = self.engine.state_dict()
-        twin.engine.load_state_dict(state)
-        twin.engine.restore_rates(state)
+        twin.engine.load_state_dict(self.engine.state_dict())
         if twin.index == self.index:
             twin.rng.set_state(self.rng.get_state())
         self.copy_attributes(self, twin)

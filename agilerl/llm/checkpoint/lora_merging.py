@@ -130,11 +130,11 @@ def rebuilt_adapters(policy: Policy, config: LoraConfig, seed: int) -> Iterator[
         for slot in discarded:
             policy.base.remove_slot(slot)
         _remove_half_made(policy.model)
-        policy.activate("actor")
+        policy.set_role(policy.role)
         raise
     for slot in old_slots.values():
         policy.base.remove_slot(slot)
-    policy.activate("actor")
+    policy.set_role(policy.role)
 
 
 def load_adapter(

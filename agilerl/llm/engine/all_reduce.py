@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from agilerl.distributed import Ranks
 from agilerl.llm.config import CosineLRScheduleConfig
@@ -13,21 +11,21 @@ from agilerl.llm.engine.local import LocalEngine
 
 
 class AllReduceEngine(LocalEngine):
-    """Data parallel training: one flat all-reduce of the adapter's gradients per optimizer step.
+    """Data parallel training: one flat all-reduce of the adapters' gradients per optimizer step.
 
     Only LoRA gradients exist, and they are small. Nothing is communicated before the step, so ranks
     may run different numbers of micro-batches, and forward as often as they like per backward.
 
     Args:
-        parameters: What is trained; overwritten with the values of rank 0.
-        lr: Learning rate of AdamW.
+        parameters: What is trained, in groups or not; overwritten with the values of rank 0.
+        lr: Learning rate of AdamW, for groups that do not name their own.
         schedule: Warm-up and decay of it; None: constant.
         ranks: The processes that step together.
     """
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        parameters: ParamsT,
         lr: float,
         schedule: CosineLRScheduleConfig | None,
         ranks: Ranks,
@@ -36,12 +34,8 @@ class AllReduceEngine(LocalEngine):
         self.ranks = ranks
         ranks.broadcast(self.parameters)
 
-    def step(self, max_grad_norm: float) -> float:
-        """Sum the gradients over ranks, then as in a single process."""
-        self._sum_gradients()
-        return super().step(max_grad_norm)
-
-    def _sum_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
+        """Sum the gradients over ranks."""
         gradients = [p.grad for p in self.parameters]
         flat = [
             p.new_zeros(p.numel()) if grad is None else grad.flatten()

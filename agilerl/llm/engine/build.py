@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from agilerl.distributed import ranks_of
 from agilerl.llm.config import CosineLRScheduleConfig
-from agilerl.llm.engine.accelerator_config import deepspeed_config
+from agilerl.llm.engine.accelerator_config import zero_section
 from agilerl.llm.engine.all_reduce import AllReduceEngine
 from agilerl.llm.engine.local import LocalEngine
 
@@ -19,22 +18,22 @@ if TYPE_CHECKING:
 
 
 def build_engine(
-    parameters: Iterable[nn.Parameter],
+    parameters: ParamsT,
     lr: float,
     schedule: CosineLRScheduleConfig | None = None,
     accelerator: Accelerator | None = None,
 ) -> LocalEngine:
-    """An engine over an adapter's parameters.
+    """An engine over adapters' parameters.
 
     Args:
-        parameters: What is trained.
-        lr: Learning rate of AdamW.
+        parameters: What is trained, in groups or not.
+        lr: Learning rate of AdamW, for groups that do not name their own.
         schedule: Warm-up and decay of it; None: constant.
         accelerator: None is a single process. With a DeepSpeed plugin of stage 1, 2 or 3, its ZeRO
             optimizer; else gradients are summed over the processes (ZeRO 0 partitions nothing).
     """
     ranks = ranks_of(accelerator)
-    section = deepspeed_config(accelerator).get("zero_optimization", {})
+    section = zero_section(accelerator)
     if section.get("stage", 0) in (1, 2, 3) and torch.distributed.is_initialized():
         from agilerl.llm.engine.zero import ZeroEngine
 

@@ -1,17 +1,17 @@
-"""The engine of a single process: plain torch, AdamW over the actor's LoRA parameters."""
+"""The engine of a single process: plain torch, AdamW over the trained adapters' parameters."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
+from torch.optim.optimizer import ParamsT
 
 from agilerl.distributed import Ranks
 from agilerl.llm.config import CosineLRScheduleConfig
@@ -41,22 +41,30 @@ def scheduled_rate(group: Mapping[str, Any], lr: float) -> float:
     return float(lr * group["lr"] / peak)
 
 
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer, lr: float, *, scheduled: bool = False
-) -> None:
-    """Set the learning rate at once, or where it is scheduled its peak, the position kept."""
-    for group in optimizer.param_groups:
-        group["lr"] = scheduled_rate(group, lr) if scheduled else lr
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float | Sequence[float]) -> None:
+    """Set the learning rate at once, and where it is scheduled its peak.
+
+    Args:
+        optimizer: Its parameter groups are changed.
+        lr: One for all groups, or one per group.
+    """
+    for group, rate in zip(optimizer.param_groups, _rate_per_group(optimizer, lr), strict=True):
+        group["lr"] = rate
         if "initial_lr" in group:
-            group["initial_lr"] = lr
+            group["initial_lr"] = rate
+
+
+def _rate_per_group(optimizer: torch.optim.Optimizer, lr: float | Sequence[float]) -> list[float]:
+    return list(lr) if isinstance(lr, Sequence) else [lr] * len(optimizer.param_groups)
 
 
 class LocalEngine:
     """Gradient accumulation, clipping and optimizer of one process.
 
     Args:
-        parameters: What is trained.
-        lr: Learning rate of AdamW.
+        parameters: What is trained, as torch's optimizers take it: parameters, or groups of them
+            such as ``{"params": [...], "lr": 1e-4}``.
+        lr: Learning rate of AdamW, for groups that do not name their own.
         schedule: Warm-up and decay of it; None: constant.
     """
 
@@ -66,106 +74,146 @@ class LocalEngine:
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        parameters: ParamsT,
         lr: float,
         schedule: CosineLRScheduleConfig | None = None,
     ) -> None:
-        self.parameters = list(parameters)
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+        groups = self.optimizer.param_groups
+        self.parameters: list[nn.Parameter] = [p for group in groups for p in group["params"]]
+        self.lrs: list[float] = [group["lr"] for group in groups]
+        """The learning rate of each parameter group as last set by :meth:`set_lr`."""
         self.scheduler = None if schedule is None else cosine_schedule(self.optimizer, schedule)
-        self.lr = lr
         self.ranks = Ranks()
+        self._loss_scale = 1.0
 
-    def set_lr(self, lr: float) -> None:
-        """Take over a new learning rate; a no-op when it is the current one."""
-        if lr != self.lr:
-            set_learning_rate(self.optimizer, lr, scheduled=self.scheduler is not None)
-            self._set_peak(lr)
-            self.lr = lr
+    def set_lr(self, lr: float | Sequence[float]) -> None:
+        """Take over new learning rates; those that are the current ones change nothing.
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate gradients."""
-        loss.backward()
+        Args:
+            lr: One for all parameter groups, or one per group; the peak where it is scheduled.
+        """
+        lrs = _rate_per_group(self.optimizer, lr)
+        if lrs == self.lrs:
+            return
+        for group, new, current in zip(self.optimizer.param_groups, lrs, self.lrs, strict=True):
+            if new != current:
+                group["lr"] = new if self.scheduler is None else scheduled_rate(group, new)
+                if "initial_lr" in group:
+                    group["initial_lr"] = new
+        self._follow_peaks()
+        self.lrs = lrs
+
+    def backward(self, loss: torch.Tensor, loss_scale: float = 1.0) -> None:
+        """Accumulate gradients.
+
+        Args:
+            loss: Scalar.
+            loss_scale: Multiplies the loss in backward, and is divided out of the accumulated
+                gradients at the step: a power of two, the same from one step to the next.
+        """
+        self._loss_scale = loss_scale
+        (loss if loss_scale == 1.0 else loss * loss_scale).backward()
 
     def step(self, max_grad_norm: float) -> float:
         """Clip, step if all gradients are finite, clear; returns the norm before clipping."""
+        self._unscale_gradients()
+        self._reduce_gradients()
         norm = float(nn.utils.clip_grad_norm_(self.parameters, max_grad_norm))
         if math.isfinite(norm):
             self.optimizer.step()
         self.discard()
         return norm
 
+    def _unscale_gradients(self) -> None:
+        if self._loss_scale != 1.0:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad /= self._loss_scale
+
+    def _reduce_gradients(self) -> None:
+        """Make the gradients those of all ranks."""
+
     def discard(self) -> None:
         """Clear accumulated gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def advance_schedule(self) -> None:
         """One more ``learn`` has been done."""
         if self.scheduler is None:
             return
-        # It may have been set on the optimizer itself.
-        self._set_peak(self.optimizer.param_groups[0]["initial_lr"])
+        self._follow_peaks()
         with warnings.catch_warnings():
             # Where no group had two different rewards, there was rightly no optimizer step before.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, schedule position, and the learning rate that was last taken over."""
+        """Moments, schedule position, and the learning rates that were last taken over."""
+        return {"optimizer": self.optimizer.state_dict(), **self._schedule_state()}
+
+    def _schedule_state(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler, "lr": self.lr}
+        return {"scheduler": scheduler, "lr": list(self.lrs)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore moments and schedule position; the live learning rate is kept."""
-        with self._keeping_rate(state):
-            # torch would keep the given moments, and step them in place.
-            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+    def load_state_dict(self, state: Mapping[str, Any], *, keep_lr: bool = False) -> None:
+        """Restore what :meth:`state_dict` of any engine gave.
 
-    @contextlib.contextmanager
-    def _keeping_rate(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Within it the optimizer is loaded; then schedule position and learning rate are set.
+        Args:
+            state: The moments are copied.
+            keep_lr: Keep the live learning rates, and take over only how far the schedule was.
+                Otherwise they are the state's, unless only one of engine and state has a schedule:
+                those of the optimizer, and those last set by :meth:`set_lr`, which differ where one
+                was set on the optimizer itself.
 
-        Of a saved learning rate nothing is taken but, where both have a schedule, how far it was.
+        Raises:
+            ValueError: If the state is that of other parameters.
         """
-        resumed = self.scheduler is not None and state["scheduler"] is not None
-        (live,) = self.optimizer.param_groups
-        (saved,) = state["optimizer"]["param_groups"]
-        rate = scheduled_rate(saved if resumed else live, self.lr)
-        yield
-        (group,) = self.optimizer.param_groups
-        group.pop("initial_lr", None)
-        group["lr"] = self.lr
+        saved_groups = state["optimizer"]["param_groups"]
+        same_kind = (self.scheduler is None) == (state["scheduler"] is None)
+        live = [dict(group) for group in self.optimizer.param_groups]
+        self._load_optimizer(state["optimizer"])
+        if self.scheduler is not None and same_kind:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if same_kind and not keep_lr:
+            self.lrs = _last_set_rates(state)
+            self._write_rates(saved_groups)
+        else:
+            followed = saved_groups if same_kind else live
+            pairs = zip(followed, self.lrs, strict=True)
+            self._write_rates([self._own_rate(group, lr) for group, lr in pairs])
+            self._follow_peaks()
+
+    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
+        # torch would keep the given moments, and step them in place.
+        self.optimizer.load_state_dict(copy.deepcopy(dict(state)))
+
+    def _own_rate(self, group: Mapping[str, Any], lr: float) -> dict[str, float]:
+        """A group's learning rate with ``lr`` as the peak, as far on as ``group`` is."""
         if self.scheduler is None:
-            return
-        if resumed:
-            self.scheduler.load_state_dict(state["scheduler"])
-        group["lr"], group["initial_lr"] = rate, self.lr
-        self._set_peak(self.lr)
+            return {"lr": lr}
+        return {"lr": scheduled_rate(group, lr), "initial_lr": lr}
 
-    def restore_rates(self, state: Mapping[str, Any]) -> None:
-        """After :meth:`load_state_dict`: take the state's learning rates as well, to the last bit.
+    def _write_rates(self, rates: Sequence[Mapping[str, Any]]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group.pop("initial_lr", None)
+            group |= {name: rate[name] for name in ("lr", "initial_lr") if name in rate}
 
-        They need not be the rate that was last taken over (see :meth:`set_lr`), which comes with
-        them: one that was set on the optimizer itself stays until another is taken over, and one
-        that is still to be taken over will be. If only one of engine and state has a schedule, the
-        live rate is kept.
-        """
-        if (self.scheduler is None) != (state["scheduler"] is None):
-            return
-        (group,) = self.optimizer.param_groups
-        (saved,) = state["optimizer"]["param_groups"]
-        for name in ("lr", "initial_lr"):
-            if name in saved:
-                group[name] = saved[name]
-        # States of earlier versions do not say it.
-        self.lr = state.get("lr", saved.get("initial_lr", saved["lr"]))
+    def _follow_peaks(self) -> None:
+        """Have the schedule decay from the optimizer's peaks: they may have been set there."""
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-
-    def _set_peak(self, lr: float) -> None:
-        if self.scheduler is not None:
+            peaks = [group["initial_lr"] for group in self.optimizer.param_groups]
             for schedule in self.scheduler._schedulers:
-                schedule.base_lrs = [lr for _ in schedule.base_lrs]
+                schedule.base_lrs = list(peaks)
 
     def close(self) -> None:
         """Let go of the parameters; the engine must not be used afterwards."""
+
+
+def _last_set_rates(state: Mapping[str, Any]) -> list[float]:
+    """The learning rates that a saved engine had last taken over, by parameter group."""
+    groups = state["optimizer"]["param_groups"]
+    # States of earlier versions have one number or none.
+    lrs = state.get("lr", [group.get("initial_lr", group["lr"]) for group in groups])
+    return list(lrs) if isinstance(lrs, Sequence) else [lrs]

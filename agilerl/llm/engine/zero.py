@@ -11,12 +11,13 @@ is that of stage 2; the base is partitioned in ``partition.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from agilerl.distributed import Ranks
 from agilerl.llm.checkpoint.optimizer_shards import Fragment, Shard
@@ -25,13 +26,16 @@ from agilerl.llm.engine.local import LocalEngine
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+T = TypeVar("T")
+
 
 class ZeroEngine(LocalEngine):
     """AdamW over the adapter, partitioned over ranks by DeepSpeed.
 
     Args:
-        parameters: What is trained, in float32; overwritten with the values of rank 0.
-        lr: Learning rate of AdamW.
+        parameters: What is trained, in float32, in groups or not; overwritten with the values of
+            rank 0.
+        lr: Learning rate of AdamW, for groups that do not name their own.
         schedule: Warm-up and decay of it; None: constant.
         ranks: The processes that step together.
         zero_optimization: That section of the DeepSpeed configuration; its ``stage`` and
@@ -43,36 +47,47 @@ class ZeroEngine(LocalEngine):
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        parameters: ParamsT,
         lr: float,
         schedule: CosineLRScheduleConfig | None,
         ranks: Ranks,
         zero_optimization: Mapping[str, Any],
     ) -> None:
-        trained = list(parameters)
-        for parameter in trained:
+        super().__init__(parameters, lr, schedule)
+        for parameter in self.parameters:
             if parameter.dtype != torch.float32:
                 raise ValueError(
                     f"the adapter is {parameter.dtype}, but DeepSpeed needs a float32 one; load "
                     "the base in bfloat16 or float32, PEFT then makes float32 adapters"
                 )
-        ranks.broadcast(trained)
-        handles = nn.ParameterList([nn.Parameter(p.data) for p in trained])
-        super().__init__(handles, lr, schedule)
-        self.handles, self.parameters = self.parameters, trained
         self.ranks = ranks
+        ranks.broadcast(self.parameters)
+        self.handles = [nn.Parameter(p.data) for p in self.parameters]
+        self._group_of = [
+            number
+            for number, group in enumerate(self.optimizer.param_groups)
+            for _ in group["params"]
+        ]
+        for group, handles in zip(
+            self.optimizer.param_groups, self._by_group(self.handles), strict=True
+        ):
+            group["params"] = handles
+        self._unused_groups: list[dict[str, Any]] = []
+        self.optimizer.register_step_pre_hook(self._leave_out_unused_groups)
         # A partitioned base communicates in every forward and backward.
         self.lockstep = zero_optimization["stage"] == 3
         self.sharded = zero_optimization["stage"] >= 2
         self.wrapped, *_ = deepspeed.initialize(
-            model=handles,
+            model=nn.ParameterList(self.handles),
             optimizer=self.optimizer,
-            config=_config(zero_optimization, ranks, sum(p.numel() for p in trained)),
+            config=_config(zero_optimization, ranks, sum(p.numel() for p in self.parameters)),
         )
         self._share_memory()
 
     def step(self, max_grad_norm: float) -> float:
         """Hand the gradients to DeepSpeed, which sums, clips and steps its partitions."""
+        self._unscale_gradients()
+        self._note_unused_groups()
         self._share_memory()
         zero = self.wrapped.optimizer
         zero.clip_grad = max_grad_norm
@@ -89,76 +104,87 @@ class ZeroEngine(LocalEngine):
         self.discard()
         return float(self.wrapped.get_global_grad_norm())
 
-    def discard(self) -> None:
-        """Clear accumulated gradients; DeepSpeed has seen none of them."""
-        for parameter in self.parameters:
-            parameter.grad = None
+    def _note_unused_groups(self) -> None:
+        """Find the parameter groups that no rank has a gradient for.
+
+        AdamW leaves alone what has no gradient, but DeepSpeed always hands it one: with gradients
+        of zero the moments of an earlier step would move the weights on.
+        """
+        groups = self.optimizer.param_groups
+        if len(groups) == 1:
+            return
+        used = [any(p.grad is not None for p in group) for group in self._by_group(self.parameters)]
+        on_any_rank = self.ranks.max(torch.tensor(used).int()).tolist()
+        self._unused_groups = [g for g, used in zip(groups, on_any_rank, strict=True) if not used]
+
+    def _leave_out_unused_groups(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # DeepSpeed steps one group at a time, and puts the list of groups back afterwards.
+        unused = {id(group) for group in self._unused_groups}
+        if unused:
+            optimizer.param_groups = [g for g in optimizer.param_groups if id(g) not in unused]
 
     def state_dict(self) -> dict[str, Any]:
         """Moments gathered from all ranks, in the local engine's form; all ranks together."""
-        moments = self.optimizer.state.get(self._partition, {})
-        gathered = {name: self._gathered(moments[name]) for name in MOMENTS if name in moments}
-        state = self.settings_dict()
-        state["optimizer"]["state"] = {
-            index: {
-                "step": moments["step"].clone(),
-                **{n: parts[index] for n, parts in gathered.items()},
+        state, numbers = self.settings_dict(), range(len(self.parameters))
+        if any(self._moments(number) for number in numbers):
+            gathered = {name: self._gathered(name) for name in MOMENTS}
+            state["optimizer"]["state"] = {
+                number: {
+                    "step": self._moments(number)["step"].clone(),
+                    **{name: whole[number] for name, whole in gathered.items()},
+                }
+                for number in numbers
+                if self._moments(number)
             }
-            for index in range(len(self.parameters))
-            if gathered
-        }
         return state
 
     def settings_dict(self) -> dict[str, Any]:
         """:meth:`state_dict` without the moments; every rank alone."""
-        (group,) = self.optimizer.param_groups
-        groups = [{**group, "params": list(range(len(self.parameters)))}]
-        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        optimizer = {"state": {}, "param_groups": groups}
-        return {"optimizer": optimizer, "scheduler": scheduler, "lr": self.lr}
+        numbers = self._by_group(range(len(self.parameters)))
+        groups = [
+            {**group, "params": own}
+            for group, own in zip(self.optimizer.param_groups, numbers, strict=True)
+        ]
+        return {"optimizer": {"state": {}, "param_groups": groups}, **self._schedule_state()}
 
     def shard(self) -> Shard:
         """The moments that this rank holds; every rank alone."""
-        moments = self.optimizer.state.get(self._partition, {})
+        moments = self.optimizer.state.get(self._partitions[0], {})
         return Shard(
             moments.get("step"),
             {
-                index: Fragment(
-                    tuple(self.parameters[index].shape),
+                number: Fragment(
+                    tuple(self.parameters[number].shape),
                     whole.start,
-                    {name: moments[name][part] for name in MOMENTS if name in moments},
+                    {name: self._moments(number)[name][part] for name in MOMENTS},
                 )
-                for index, whole, part in self._fragments()
-                if moments
+                for number, whole, part in self._fragments()
+                if self._moments(number)
             },
         )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore moments and schedule position; the live learning rate is kept.
-
-        Raises:
-            ValueError: If the state is that of other parameters.
-        """
-        saved = state["optimizer"]["state"]
-        (saved_group,) = state["optimizer"]["param_groups"]
-        self._check_fits(saved, len(saved_group["params"]))
-        with self._keeping_rate(state):
-            (group,) = self.optimizer.param_groups
-            group.update({name: value for name, value in saved_group.items() if name != "params"})
-            self._write_moments(saved)
+    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
+        saved_groups = state["param_groups"]
+        self._check_fits(state["state"], [len(group["params"]) for group in saved_groups])
+        for group, saved in zip(self.optimizer.param_groups, saved_groups, strict=True):
+            group |= {name: value for name, value in saved.items() if name != "params"}
+        self._write_moments(state["state"])
 
     def _write_moments(self, saved: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        # In place where DeepSpeed has linked the moments to the handles already.
-        moments = self.optimizer.state[self._partition]
-        for name in MOMENTS:
-            flat = moments.setdefault(name, torch.zeros_like(self._partition))
-            flat.zero_()
-            for index, whole, part in self._fragments():
-                if index in saved:
-                    flat[part] = saved[index][name].flatten()[whole].to(flat)
-        # The partition is one tensor to AdamW, and has one count of steps.
-        steps = [float(entry["step"]) for entry in saved.values()]
-        moments["step"] = torch.tensor(max(steps, default=0.0))
+        for partition, numbers in zip(
+            self._partitions, self._by_group(range(len(self.parameters))), strict=True
+        ):
+            # In place where DeepSpeed has linked the moments to the handles already.
+            moments = self.optimizer.state[partition]
+            for name in MOMENTS:
+                moments.setdefault(name, torch.zeros_like(partition)).zero_()
+            # The partition is one tensor to AdamW, and has one count of steps.
+            steps = [float(saved[number]["step"]) for number in numbers if number in saved]
+            moments["step"] = torch.tensor(max(steps, default=0.0))
+        for number, whole, part in self._fragments():
+            for name in MOMENTS if number in saved else ():
+                flat = self._moments(number)[name]
+                flat[part] = saved[number][name].flatten()[whole].to(flat)
 
     def close(self) -> None:
         """Take DeepSpeed's hooks and buffers down; the adapter's values stay."""
@@ -167,11 +193,23 @@ class ZeroEngine(LocalEngine):
             parameter.data = parameter.data.clone()
 
     @property
-    def _partition(self) -> torch.Tensor:
-        """This rank's weights, flat and in float32, on the CPU when the optimizer is offloaded."""
-        (group,) = self.optimizer.param_groups
-        (partition,) = group["params"]
-        return partition
+    def _partitions(self) -> list[torch.Tensor]:
+        """This rank's weights of every parameter group, flat and in float32.
+
+        On the CPU when the optimizer is offloaded.
+        """
+        return [group["params"][0] for group in self.optimizer.param_groups]
+
+    def _moments(self, number: int) -> dict[str, torch.Tensor]:
+        """The moments of the partition that a parameter belongs to; none before the first step."""
+        return self.optimizer.state.get(self._partitions[self._group_of[number]], {})
+
+    def _by_group(self, values: Sequence[T]) -> list[list[T]]:
+        """One value per parameter, split as the parameter groups are."""
+        groups: list[list[T]] = [[] for _ in self.optimizer.param_groups]
+        for group, value in zip(self._group_of, values, strict=True):
+            groups[group].append(value)
+        return groups
 
     def _share_memory(self) -> None:
         """Make adapter and handles one memory again, the adapter's values winning.
@@ -185,30 +223,34 @@ class ZeroEngine(LocalEngine):
 
     def _fragments(self) -> Iterator[tuple[int, slice, slice]]:
         """Of each parameter with a part here: number, the slice of it, that of the partition."""
-        for index, handle in enumerate(self.handles):
+        for number, handle in enumerate(self.handles):
             mapping = handle._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:
                 whole, part = mapping.lp_fragment_address, mapping.hp_fragment_address
                 yield (
-                    index,
+                    number,
                     slice(whole.start, whole.start + whole.numel),
                     slice(part.start, part.start + part.numel),
                 )
 
-    def _gathered(self, partitioned: torch.Tensor) -> list[torch.Tensor]:
-        """Tensors in the parameters' shapes from every rank's flat partition of them."""
+    def _gathered(self, moment: str) -> list[torch.Tensor]:
+        """A moment in the parameters' shapes from every rank's partitions of it."""
         sizes = [p.numel() for p in self.parameters]
         flat = torch.zeros(sum(sizes), device=self.parameters[0].device)
         parts = flat.split(sizes)
-        for index, whole, part in self._fragments():
-            parts[index][whole] = partitioned[part].to(flat)
+        for number, whole, part in self._fragments():
+            if self._moments(number):
+                parts[number][whole] = self._moments(number)[moment][part].to(flat)
         summed = self.ranks.sum(flat).split(sizes)
         return [s.view_as(p).clone() for s, p in zip(summed, self.parameters, strict=True)]
 
-    def _check_fits(self, saved: Mapping[int, Mapping[str, torch.Tensor]], count: int) -> None:
-        fits = count == len(self.parameters) and all(
-            entry[name].shape == self.parameters[index].shape
-            for index, entry in saved.items()
+    def _check_fits(
+        self, saved: Mapping[int, Mapping[str, torch.Tensor]], counts: list[int]
+    ) -> None:
+        own = [len(group) for group in self._by_group(self.parameters)]
+        fits = counts == own and all(
+            entry[name].shape == self.parameters[number].shape
+            for number, entry in saved.items()
             for name in MOMENTS
         )
         if not fits:

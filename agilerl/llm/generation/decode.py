@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from agilerl.llm.causal_lm import LogitHead
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation.attention import single_query_attention
 from agilerl.llm.generation.kv_cache import LayerTensors, growing_cache, layers_of
 from agilerl.llm.generation.sampling import next_tokens, penalise, scaled_logps
 from agilerl.llm.generation.uniforms import BLOCK
-from agilerl.llm.head import LogitHead
 
 # Finished rows leave once they are this share of the batch; moving the cache for each one would
 # cost more.

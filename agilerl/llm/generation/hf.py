@@ -89,7 +89,7 @@ class HFGenerator:
         Raises:
             RuntimeError: In a session with another adapter of the same base.
         """
-        policy.activate(policy.role)
+        policy.set_role(policy.role)
         self.policy = policy
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from agilerl.llm.head import LogitHead
+from agilerl.llm.causal_lm import LogitHead
 from agilerl.llm.policy import Policy
 
 
@@ -32,7 +32,7 @@ def rollout_weights(policy: Policy) -> Iterator[None]:
     Raises:
         RuntimeError: If another adapter of the base is rolling out.
     """
-    policy.activate(policy.role)
+    policy.set_role(policy.role)
     base, slot = policy.base, policy.slot(policy.role)
     with base.exclusive(slot):
         if base.partition is not None and not base.partition.gather_for_generation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from model_families import FAMILIES, make_family
 
-from agilerl.llm.head import check_head, find_head
+from agilerl.llm.causal_lm import check_head, find_head
 from agilerl.llm.shared_base import SharedBase
 from agilerl.testing import tiny_model
 

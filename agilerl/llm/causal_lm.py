@@ -1,4 +1,4 @@
-"""How a model makes logits from hidden states."""
+"""What is read off a causal language model: its head, its end-of-sequence ids, its limits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from agilerl.llm.engine.partition_checks import full_shape
 from agilerl.llm.probes import equal_up_to_rounding
 
 
@@ -80,3 +81,40 @@ def check_head(model: PreTrainedModel) -> None:
             f"{type(model).__name__} makes logits from hidden states in a way that is not "
             "supported: output embedding, logit scale and soft cap do not give model(...).logits"
         )
+
+
+def check_pad_token(pad_token_id: int, model: PreTrainedModel) -> None:
+    """Refuse a padding id that the model has no embedding for.
+
+    Raises:
+        ValueError: The id is too large.
+    """
+    rows = full_shape(model.get_input_embeddings().weight)[0]
+    if pad_token_id >= rows:
+        raise ValueError(
+            f"pad_token_id is {pad_token_id}, but the model embeds ids 0 to {rows - 1} only; pass "
+            "tokenizer.eos_token_id, or call model.resize_token_embeddings first"
+        )
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The ids that end a completion, by the generation config, else by the model's."""
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    eos = model.config.get_text_config().eos_token_id if eos is None else eos
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """The longest row the model's config allows, in tokens.
+
+    Raises:
+        ValueError: The config does not say.
+    """
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if length is None:
+        raise ValueError(
+            "max_model_len is None and the model's config names no context length; it must be set"
+        )
+    return int(length)
