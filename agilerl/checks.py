@@ -14,14 +14,12 @@ import logging
 import math
 import sys
 import warnings
+from collections.abc import Hashable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
-PACKAGE = str(Path(__file__).parent)
-
-_warned: set[str] = set()
+_warned: set[tuple[str, Hashable]] = set()
 
 
 def require(holds: bool, message: str, error: type[Exception] = ValueError) -> None:
@@ -30,18 +28,26 @@ def require(holds: bool, message: str, error: type[Exception] = ValueError) -> N
         raise error(message)
 
 
-def warn_once(logger: logging.Logger, message: str, *args: Any) -> None:
-    """Log a warning the first time that this very message is given in the process."""
-    text = message % args
-    if text not in _warned:
-        _warned.add(text)
-        logger.warning(text)
+def warn_once(logger: logging.Logger, message: str, *args: Any, per: Hashable = None) -> None:
+    """Log a warning the first time that this very message is given in the process.
+
+    Args:
+        logger: Where to.
+        message: As the logger takes it, with ``args``.
+        *args: What the message is about.
+        per: Once for each of these, though the message is the same.
+    """
+    key = (message % args, per)
+    if key not in _warned:
+        _warned.add(key)
+        logger.warning(message, *args)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Give a Python warning about an argument, at the user's line that passed it."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    # By module, as the constructor of a dataclass has no file.
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("agilerl."):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 
@@ -71,11 +77,12 @@ class Number:
         inside = self.low < value if self.open_low else self.low <= value
         finite = self.integer or not self.finite or math.isfinite(value)
         least = "above" if self.open_low else "at least"
-        bounds = [] if math.isinf(self.low) else [f"{least} {self.low:g}"]
-        bounds += [] if math.isinf(self.high) else [f"at most {self.high:g}"]
-        allowed = " and ".join(bounds + ([] if finite else ["finite"]))
+        allowed = [] if math.isinf(self.low) else [f"{least} {self.low:g}"]
+        allowed += [] if math.isinf(self.high) else [f"at most {self.high:g}"]
+        allowed += [] if finite else ["finite"]
         require(
-            inside and value <= self.high and finite, f"{name} is {value}; it must be {allowed}"
+            inside and value <= self.high and finite,
+            f"{name} is {value}; it must be {' and '.join(allowed)}",
         )
 
 

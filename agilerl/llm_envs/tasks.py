@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
+from agilerl.checks import warn_once
 from agilerl.llm_envs.base import shorten
 from agilerl.llm_envs.vector import EVALUATION_SEED_START
 
@@ -48,18 +48,15 @@ class TaskPicker:
             if self._test_tasks is not None:
                 tasks, index = self._test_tasks, seed - EVALUATION_SEED_START
             elif not callable(tasks):
-                _say_that_evaluation_is_on_training_tasks()
+                # Once: every episode has an environment of its own.
+                warn_once(
+                    logger,
+                    "Evaluation is on the tasks that are trained on; pass test_tasks=[...] to keep "
+                    "them apart.",
+                )
         if callable(tasks):
             return _checked_task(tasks(seed))
         return random.choice(tasks) if index is None else tasks[index % len(tasks)]
-
-
-@functools.cache
-def _say_that_evaluation_is_on_training_tasks() -> None:
-    """Once: every episode has an environment of its own."""
-    logger.warning(
-        "Evaluation is on the tasks that are trained on; pass test_tasks=[...] to keep them apart."
-    )
 
 
 def _checked_tasks(name: str, tasks: Any) -> list[Task] | TaskFunction:

@@ -10,11 +10,11 @@ With ChatML, a first observation ``Guess.``, the answer ``5`` and the next obser
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from agilerl.checks import warn_once
 from agilerl.llm.prompts import has_chat_template, render_conversation
 
 if TYPE_CHECKING:
@@ -53,7 +53,11 @@ class TurnBoundary:
         self.special_ids = special_ids(tokenizer)
         self.has_template = apply_chat_template and has_chat_template(tokenizer)
         if apply_chat_template and not self.has_template:
-            _warn_no_template()
+            warn_once(
+                logger,
+                "The tokenizer has no chat template: observations and answers are concatenated as "
+                "they are.",
+            )
         self._first_observation = ""
         self._opening = self.open("?")[0]  # a template that refuses the roles says so now
 
@@ -106,7 +110,13 @@ class TurnBoundary:
         whole = self._render(text, observation)
         if whole.startswith(self._opening + text):
             return whole[len(self._opening) + len(text) :]
-        _warn_rewritten(str(self.tokenizer.chat_template))
+        warn_once(
+            logger,
+            "The chat template renders earlier turns differently once the conversation goes on (it "
+            "drops reasoning, trims answers or moves the system prompt). The token ids that the "
+            "model saw and sampled are kept as they are.",
+            per=str(self.tokenizer.chat_template),
+        )
         # Without the system prompt, which some templates would put here again at every turn.
         _, found, after = self._render(_MARK, observation, system=False).rpartition(_MARK)
         if not found:
@@ -154,21 +164,3 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}
-
-
-@functools.lru_cache(maxsize=1)
-def _warn_no_template() -> None:
-    logger.warning(
-        "The tokenizer has no chat template: observations and answers are put one behind the other "
-        "as they are."
-    )
-
-
-@functools.lru_cache(maxsize=8)
-def _warn_rewritten(chat_template: str) -> None:
-    """Once per template (the argument is only the cache's key)."""
-    logger.warning(
-        "The chat template writes earlier turns differently once the conversation goes on (it "
-        "drops reasoning, trims answers or moves the system prompt). The token ids that the model "
-        "saw and sampled are kept as they are."
-    )

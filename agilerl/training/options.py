@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, InstanceOf, Number, require
+from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, InstanceOf, Number, require, warn
 
 _RULES: dict[str, Callable[[str, Any], None]] = {
     "max_steps": OPTIONAL_COUNT,
@@ -87,9 +86,7 @@ class TrainingOptions:
         self._check_combinations()
         for name, switch in _TRACKER_OPTIONS.items():
             if vars(self)[name] is not None and not vars(self)[switch]:
-                warnings.warn(
-                    f"{name} has no effect without {switch}=True.", UserWarning, stacklevel=4
-                )
+                warn(f"{name} has no effect without {switch}=True.")
 
     @property
     def accuracy_threshold(self) -> float:

@@ -19,6 +19,7 @@ from agent_helpers import (
     weights,
 )
 
+from agilerl import checks
 from agilerl.algorithms import CISPO, GRPO, GSPO
 from agilerl.llm.plan import _shuffled_parts
 
@@ -176,6 +177,7 @@ def test_the_reference_moves_once_per_tracker_advance() -> None:
 
 
 def test_without_a_reference_adapter_it_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    checks._warned.clear()
     agent = randomise(make_agent(use_separate_reference_adapter=False))
     before = weights(agent)
     for tracker in (1, 2, 3):

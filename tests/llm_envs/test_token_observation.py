@@ -10,7 +10,8 @@ import torch
 from chat_tokenizers import STYLES, chat_tokenizer, turn_end
 from transformers import PreTrainedTokenizerFast
 
-from agilerl.llm_envs import TokenObservationWrapper, turn_boundary
+from agilerl import checks
+from agilerl.llm_envs import TokenObservationWrapper
 from agilerl.testing import byte_tokenizer
 from agilerl.typing import ActionResult, ReasoningPrompts
 
@@ -171,7 +172,7 @@ def test_a_template_that_rewrites_earlier_turns(
     style: str, first_answer: str, system_prompt: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The ids stay as they were sampled, and the log says so once."""
-    turn_boundary._warn_rewritten.cache_clear()
+    checks._warned.clear()
     tokenizer = chat_tokenizer(style)
     env = TokenObservationWrapper(
         Script("Hi", "more", "and"), tokenizer, 4, system_prompt=system_prompt

@@ -7,12 +7,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from agilerl import checks
 from agilerl.llm_envs import (
     EVALUATION_SEED_START,
     RewardError,
@@ -20,7 +20,6 @@ from agilerl.llm_envs import (
     TokenObservationWrapper,
     ToolEnv,
     calculator,
-    tasks,
 )
 from agilerl.testing import byte_tokenizer
 from agilerl.typing import ActionResult, ReasoningPrompts
@@ -107,10 +106,8 @@ def test_a_seed_picks_the_task() -> None:
 
 
 @pytest.fixture
-def said_nothing_yet() -> Iterator[None]:
-    tasks._say_that_evaluation_is_on_training_tasks.cache_clear()
-    yield
-    tasks._say_that_evaluation_is_on_training_tasks.cache_clear()
+def said_nothing_yet() -> None:
+    checks._warned.clear()
 
 
 def asked(env: ToolEnv, seeds: range) -> list[str]:

@@ -19,6 +19,7 @@ from agilerl.algorithms.core.build_policy import build_policy
 from agilerl.algorithms.core.evaluation import evaluate
 from agilerl.algorithms.core.evolvable import EvolvableAlgorithm
 from agilerl.algorithms.core.registry import NetworkGroup, OptimizerConfig
+from agilerl.checks import warn_once
 from agilerl.distributed import ranks_of
 from agilerl.llm.adapters import copy_adapter
 from agilerl.llm.causal_lm import context_length, eos_token_ids
@@ -78,7 +79,6 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
         self.rng = torch.Generator().manual_seed((self.seed + offset) % 2**63)
         self.health = Health()
         self.training = True
-        self._warned_fixed_reference = False
         self.register_network_group(NetworkGroup(eval_network="actor", policy=True))
         self.register_optimizer(OptimizerConfig(name="optimizer", networks=("actor",), lr="lr"))
         if self.torch_compiler is not None:
@@ -281,11 +281,11 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
         self.reference_update_tracker = reference_update_tracker
         if self.use_separate_reference_adapter:
             self.policy.copy_role("actor", "reference")
-        elif not self._warned_fixed_reference:
-            self._warned_fixed_reference = True
-            logger.warning(
+        else:
+            warn_once(
+                logger,
                 "the reference policy stays the base model: with "
-                "use_separate_reference_adapter=False there is no adapter to move"
+                "use_separate_reference_adapter=False there is no adapter to move",
             )
 
     def set_training_mode(self, training: bool) -> None:
