@@ -57,11 +57,11 @@ def test_one_worker_runs_one_call_at_a_time_in_order() -> None:
 def test_calls_over_their_time_are_given_up_and_the_rest_is_made() -> None:
     never = threading.Event()
     calls = [never.wait, lambda: 1, never.wait, lambda: 2, lambda: 3]
-    outcomes = CallPool(0.1, workers=1, timeout_name="step_timeout").run(calls)
+    outcomes = CallPool(0.5, workers=1, timeout_name="step_timeout").run(calls)
     assert [o.timed_out for o in outcomes] == [True, False, True, False, False]
     assert [o.value for o in outcomes] == [None, 1, None, 2, 3]
     assert isinstance(outcomes[0].error, TimeoutError)
-    assert str(outcomes[0].error) == "no result after step_timeout=0.1 s"
+    assert str(outcomes[0].error) == "no result after step_timeout=0.5 s"
     never.set()
 
 
@@ -115,7 +115,7 @@ def test_unfinished_calls_are_those_given_up_and_those_in_hand() -> None:
 
     unfinished: set[int] = set()
     calls = [lambda: 1, release.wait, last, lambda: 3]
-    pool = CallPool(0.1, workers=1)
+    pool = CallPool(0.5, workers=1)
     with closing(pool.as_completed(calls, unfinished=unfinished)) as outcomes:
         assert [next(outcomes).index for _ in range(2)] == [0, 1]
         assert third.wait(5)

@@ -145,7 +145,7 @@ def test_a_hung_or_failing_reward(make_env: MakeEnv, complete: Complete) -> None
         return 1.0 / len(completion)
 
     texts = [["a", "hang"], ["", "bb"], ["a", "a"]]
-    env = make_env(reward_fn=reward_fn, reward_timeout=0.5, failure_reward=-1.0)
+    env = make_env(reward_fn=reward_fn, reward_timeout=1.0, failure_reward=-1.0)
     _, rewards = env.step(complete(env.reset(), texts))
     assert rewards.tolist() == [[1.0, -1.0], [-1.0, 0.5], [1.0, 1.0]]
     assert env.reward_failures == 2

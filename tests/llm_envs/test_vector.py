@@ -277,7 +277,7 @@ def test_a_hang_ends_one_episode() -> None:
             self.ids.append(77)  # Too late to matter.
             return self.prompt(), 100.0, True, False, {}
 
-    env = vec_env(Hangs, batch_size=3, step_timeout=0.2, max_workers=1)
+    env = vec_env(Hangs, batch_size=3, step_timeout=1.0, max_workers=1)
     episodes = env.play(act, [5, 8, 2])
     release.set()
     assert episodes.failed.tolist() == [False, True, False]
