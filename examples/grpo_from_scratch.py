@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 
 import torch
 from peft import LoraConfig
@@ -24,7 +25,8 @@ from agilerl.llm.advantages import compute_advantages
 from agilerl.llm.batch import make_batch
 from agilerl.llm.config import AdvantageConfig, ForwardConfig, LossConfig, SamplingConfig
 from agilerl.llm.generation.hf import HFGenerator
-from agilerl.llm.losses import policy_loss, reduction_weights
+from agilerl.llm.losses import policy_loss, reduction_counts, reduction_weights
+from agilerl.llm.plan import split_into_micro_batches
 from agilerl.llm.policy import Policy, scatter_actions
 from agilerl.llm.prompts import PromptEncoder
 from agilerl.llm.shared_base import SharedBase
@@ -68,12 +70,11 @@ def main() -> None:  # noqa: PLR0915 - one function on purpose, to be read top t
     advantage = AdvantageConfig(group_size=GROUP)
     # share_prefixes: the prompt goes through the model once for its eight completions, in training
     # too.
-    forward = ForwardConfig(temperature=1.0, micro_batch_size=MICRO_BATCH, share_prefixes=True)
+    forward = ForwardConfig(temperature=1.0, share_prefixes=True)
     loss_config = LossConfig(
         loss_type="grpo",
         ratio_level="token",
         clip_band=(0.8, 1.2),
-        reduction="sequence",
         beta=0.001,
     )
 
@@ -115,33 +116,40 @@ def main() -> None:  # noqa: PLR0915 - one function on purpose, to be read top t
         batch = make_batch(sequences, masks)
 
         # ---- Advantages: each completion relative to the others of its group.
-        advantages = compute_advantages(rewards, batch.action_mask, advantage)
+        advantages, _ = compute_advantages(rewards, batch.action_mask, advantage)
+        batch = replace(batch, advantages=advantages)
+
+        # ---- Plan: the rows of every optimizer step, and which of them run together.
+        mini_batches = [
+            split_into_micro_batches(batch, rows, MICRO_BATCH, share_prefixes=True)
+            for rows in torch.arange(len(batch)).split(MINI_BATCH)
+        ]
+        micro_batches = [rows for mini_batch in mini_batches for rows in mini_batch]
 
         # ---- Log-probs of the rollout: under the policy that made it (old) and under the
         # reference.
-        old_logp = policy.frozen_logprobs(batch, "actor", forward)
-        ref_logp = policy.frozen_logprobs(batch, "reference", forward)
+        old_logp = policy.frozen_logprobs(batch, "actor", forward, micro_batches)
+        ref_logp = policy.frozen_logprobs(batch, "reference", forward, micro_batches)
+        batch = replace(batch, old_logp=old_logp, ref_logp=ref_logp)
 
         # ---- Update: one optimizer step per mini-batch, its gradient accumulated over
         # micro-batches.
         policy.set_role("actor")
-        for mini_batch in torch.arange(len(batch)).split(MINI_BATCH):
-            # The weight of every token is fixed by the whole mini-batch, so that the micro-batch
-            # size changes nothing.
-            weights = reduction_weights(advantages.mask[mini_batch], loss_config.reduction)
-            for place in torch.arange(len(mini_batch)).split(MICRO_BATCH):
-                index = mini_batch[place]
-                rows_now = batch.select(index)
-                width = rows_now.action_mask.shape[1]
-                logp = policy.logprobs(rows_now, forward).logp
+        for mini_batch in mini_batches:
+            # What a mean divides by is that of the whole mini-batch, so that the micro-batch size
+            # changes nothing.
+            counts = reduction_counts(batch.action_mask[torch.cat(mini_batch)])
+            for rows_now in mini_batch:
+                micro = batch.select(rows_now)
+                logp = policy.logprobs(micro, forward).logp
                 terms = policy_loss(
-                    scatter_actions(logp, rows_now.action_mask),
-                    advantages.values[index, :width],
-                    advantages.mask[index, :width],
-                    weights[place, :width],
+                    scatter_actions(logp, micro.action_mask),
+                    micro.advantages,
+                    micro.action_mask,
+                    reduction_weights(micro.action_mask, "sequence", counts=counts),
                     loss_config,
-                    old_logp=old_logp[index, :width],
-                    ref_logp=ref_logp[index, :width],
+                    old_logp=micro.old_logp,
+                    ref_logp=micro.ref_logp,
                 )
                 terms.loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters("actor").values(), 1.0)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from agilerl.algorithms.core.arguments import GRPOArguments
 from agilerl.algorithms.core.learn_inputs import (
+    add_sampling_logps,
     check_trajectory_ids,
     shape_rewards,
-    stack_sampling_logps,
 )
 from agilerl.algorithms.core.llm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.checks import warn
 from agilerl.distributed import Ranks, ranks_of
-from agilerl.llm.advantages import compute_advantages
-from agilerl.llm.batch import Batch, make_batch
+from agilerl.llm.advantages import compute_advantages, zero_variance_groups
+from agilerl.llm.batch import TrainBatch, make_batch
 from agilerl.llm.config import (
     AdvantageConfig,
     AdvNorm,
@@ -30,9 +31,9 @@ from agilerl.llm.config import (
     UpdateConfig,
 )
 from agilerl.llm.engine.accelerator_config import rank_batch_size, rank_micro_batch_size
-from agilerl.llm.losses import LOSS_TABLE, clip_band
+from agilerl.llm.losses import LOSS_TABLE, LossTerms, clip_band, policy_loss
 from agilerl.llm.metrics import batch_metrics
-from agilerl.llm.update import Rollouts, run_update
+from agilerl.llm.update import LossFunction, run_update
 from agilerl.typing import ExperiencesType
 
 if TYPE_CHECKING:
@@ -253,44 +254,38 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         ranks = self._learning_ranks()
         batch = make_batch(
             completion_ids, action_masks, turn_ids, may_lack_actions=ranks.world_size > 1
-        ).to(self.policy.device)
+        )
         if trajectory_ids is not None:
-            trajectory_ids = check_trajectory_ids(trajectory_ids, len(batch)).to(batch.device)
-        trajectories = len(batch) if trajectory_ids is None else int(trajectory_ids.max()) + 1
+            batch = replace(batch, trajectory_ids=check_trajectory_ids(trajectory_ids, len(batch)))
+        if sampling_logps is not None and self.vllm_importance_sampling_correction:
+            batch = add_sampling_logps(batch, sampling_logps)
+        batch = batch.to(self.policy.device)
+        trajectories = int(batch.trajectory_of_row.max()) + 1
         returns = shape_rewards(rewards, trajectories, self.group_size).to(batch.device)
-        advantages = compute_advantages(
+        advantages, loss_mask = compute_advantages(
             returns,
             batch.action_mask,
             self.advantage_config(),
             batch.turn_ids,
-            trajectory_ids,
+            batch.trajectory_ids,
             ranks,
         )
-        sampling_logp = None
-        if self.vllm_importance_sampling_correction:
-            rows = [None] * len(batch) if sampling_logps is None else sampling_logps
-            sampling_logp = self._sampling_logp(rows, batch, ranks)
+        batch = replace(batch, advantages=advantages, loss_mask=loss_mask)
 
         self.engine.set_lr(self.lr)
         metrics = run_update(
             self.policy,
             self.engine,
-            Rollouts(batch, advantages, sampling_logp, trajectory_ids),
-            self.loss_config(),
+            batch,
+            self.loss_function(),
             self.forward_config(),
             self.update_config(),
             self.rng,
-            self.health,
+            self.skipped_steps,
         )
         self.engine.advance_schedule()
-        facts = batch_metrics(
-            advantages.values,
-            advantages.mask,
-            batch.action_mask,
-            advantages.zero_variance_groups,
-            ranks,
-        )
-        return {**metrics.result(), **facts}
+        equal_groups = zero_variance_groups(returns, self.group_size)
+        return {**metrics.result(), **batch_metrics(batch, equal_groups, ranks)}
 
     def advantage_config(self) -> AdvantageConfig:
         """How rewards become advantages, from the attributes as they are now."""
@@ -314,12 +309,30 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             loss_type=self.loss_type,
             ratio_level=row.forced_level or self.importance_sampling_level or "token",
             clip_band=clip_band(self.clip_coef),
-            reduction=self.loss_reduction or row.default_reduction,
             beta=self.beta,
             kl_shaping=self.use_kl_advantage_shaping,
             importance_weight_cap=self.vllm_importance_sampling_cap,
-            max_output_tokens=self.max_output_tokens,
         )
+
+    def loss_function(self) -> LossFunction:
+        """The objective as :func:`agilerl.llm.update.run_update` takes it."""
+        config = self.loss_config()
+
+        def loss(logp: torch.Tensor, batch: TrainBatch, weights: torch.Tensor) -> LossTerms:
+            assert batch.advantages is not None
+            return policy_loss(
+                logp,
+                batch.advantages,
+                batch.loss_mask,
+                weights,
+                config,
+                old_logp=batch.old_logp,
+                ref_logp=batch.ref_logp,
+                sampling_logp=batch.sampling_logp,
+                turn_ids=batch.turn_ids,
+            )
+
+        return loss
 
     def update_config(self) -> UpdateConfig:
         """Batch sizes, epochs and clipping, from the attributes as they are now."""
@@ -330,6 +343,11 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             ),
             epochs=self.update_epochs,
             max_grad_norm=self.max_grad_norm,
+            reduction=self.loss_reduction or LOSS_TABLE[self.loss_type].default_reduction,
+            max_output_tokens=self.max_output_tokens,
+            needs_reference=self.beta != 0.0,
+            # Without a KL term their gradient is exactly 0.
+            skip_zero_advantages=self.beta == 0.0,
         )
 
     def _learning_ranks(self) -> Ranks:
@@ -340,21 +358,3 @@ class GRPO(GRPOArguments, LLMAlgorithm):
                 "agent.wrap_models() on all of them first"
             )
         return self.engine.ranks
-
-    def _sampling_logp(
-        self, rows: Sequence[torch.Tensor | None], batch: Batch, ranks: Ranks
-    ) -> torch.Tensor | None:
-        """``(B, S)``; rows the sampler reported nothing for get the trainer's own: weight 1.
-
-        None if it reported none, on no rank. All ranks run the pass over the trainer's own
-        log-probs, or none does: on a partitioned base they must.
-        """
-        reported = any(row is not None for row in rows)
-        lacking = any(row is None for row in rows)
-        reported, lacking = ranks.max(torch.tensor([reported, lacking]).int()).bool().tolist()
-        if not reported:
-            return None
-        own = None
-        if lacking:
-            own = self.policy.frozen_logprobs(batch, "actor", self.forward_config())
-        return stack_sampling_logps(rows, batch.action_mask, own)

@@ -5,56 +5,39 @@ Source: GRPO, https://arxiv.org/abs/2402.03300, eq. 3 and section 4.1.
 
 from __future__ import annotations
 
-import functools
 import logging
-from dataclasses import dataclass
 
 import torch
 
+from agilerl.checks import require, warn_once
 from agilerl.distributed import Ranks, mean_and_std
 from agilerl.llm.config import AdvantageConfig, AdvNorm
 
 logger = logging.getLogger(__name__)
 
 STD_EPS = 1e-8
-# Returns closer than this, relative to the largest, count as equal: float32 rounding parts them.
+# Returns closer than this, relative to the rewards they are sums of, count as equal: rounding of
+# float32 rewards parts them.
 EQUAL_RTOL = 4 * torch.finfo(torch.float32).eps
 
 
-@dataclass(frozen=True)
-class Advantages:
-    """Per-token advantages of a batch.
-
-    A group of two rows with rewards 1 and 0, ``mean_only``, masks [F, T, T] and [F, T, F]::
-
-        values                [[0, .5, .5], [0, -.5, 0]]
-        mask                  [[F, T, T], [F, T, F]]
-        zero_variance_groups  0
-    """
-
-    values: torch.Tensor
-    """``(B, S)`` float32 (float64 for float64 rewards), 0 outside ``mask``."""
-    mask: torch.Tensor
-    """``(B, S)`` bool: the action positions that are trained; filtered ones are not."""
-    zero_variance_groups: int
-    """Groups whose returns are all equal, which teach nothing."""
-
-
 def group_relative(
-    values: torch.Tensor, group_size: int, norm: AdvNorm = "mean_std"
+    rewards: torch.Tensor, group_size: int, norm: AdvNorm = "mean_std"
 ) -> torch.Tensor:
-    """Centre (and scale) each contiguous block of ``group_size`` values on its own mean (and std).
+    """Centre (and scale) the returns of each contiguous group on the group's mean (and std).
 
     Args:
-        values: ``(B,)`` returns, B a multiple of ``group_size``.
+        rewards: ``(N,)`` returns, N a multiple of ``group_size``; or ``(N, U)`` rewards per turn,
+            whose sums are the returns.
         group_size: Members per group.
         norm: ``"mean_std"`` divides by ``std + 1e-8`` (unbiased std), ``"mean_only"`` does not.
 
     Returns:
-        ``(B,)`` advantages, exactly 0 in a group whose returns are equal up to rounding.
+        ``(N,)`` advantages, exactly 0 in a group whose returns are equal up to rounding.
     """
-    played = torch.ones_like(values, dtype=torch.bool)
-    return _group_relative(values, played, group_size, norm)
+    returns, magnitude = _returns(rewards)
+    played = torch.ones_like(returns, dtype=torch.bool)
+    return _in_groups(returns, magnitude, played, group_size, norm).to(_result_dtype(rewards))
 
 
 def group_relative_per_turn(
@@ -63,31 +46,32 @@ def group_relative_per_turn(
     """Group-relative advantage of every turn over the members that played it.
 
     Args:
-        rewards: ``(B, U)`` reward per turn, 0 where not played.
-        played: ``(B, U)`` bool.
+        rewards: ``(N, U)`` reward per turn, 0 where not played.
+        played: ``(N, U)`` bool.
         group_size: Members per group.
         norm: As in :func:`group_relative`.
 
     Returns:
-        ``(B, U)``; a turn with fewer than two players in its group takes the trajectory's
+        ``(N, U)``; a turn with fewer than two players in its group takes the trajectory's
         advantage.
     """
-    trajectory = group_relative(rewards.sum(-1), group_size, norm)
+    exact = rewards.to(torch.float64)
     columns = [
-        _group_relative(rewards[:, u], played[:, u], group_size, norm)
+        _in_groups(exact[:, u], exact[:, u].abs(), played[:, u], group_size, norm)
         for u in range(rewards.shape[1])
     ]
-    per_turn = torch.stack(columns, dim=1)
+    per_turn = torch.stack(columns, dim=1).to(_result_dtype(rewards))
+    trajectory = group_relative(rewards, group_size, norm)
     players = (
         played.view(-1, group_size, rewards.shape[1]).sum(1).repeat_interleave(group_size, dim=0)
     )
     return torch.where(players >= 2, per_turn, trajectory[:, None]) * played
 
 
-def zero_variance_groups(values: torch.Tensor, group_size: int) -> int:
-    """Count the groups of ``(B,)`` returns that are equal up to rounding."""
-    groups = values.to(torch.float64).view(-1, group_size)
-    return int(_equal(groups.amax(1) - groups.amin(1), groups.abs().amax(1)).sum())
+def zero_variance_groups(rewards: torch.Tensor, group_size: int) -> int:
+    """Count the groups of ``(N,)`` or ``(N, U)`` rewards whose returns are equal up to rounding."""
+    returns, magnitude = (values.view(-1, group_size) for values in _returns(rewards))
+    return int(_equal(returns.amax(1) - returns.amin(1), magnitude.amax(1)).sum())
 
 
 def compute_advantages(
@@ -97,8 +81,13 @@ def compute_advantages(
     turn_ids: torch.Tensor | None = None,
     trajectory_ids: torch.Tensor | None = None,
     ranks: Ranks | None = None,
-) -> Advantages:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn the rewards of a batch into per-token advantages.
+
+    A group of two rows with rewards 1 and 0, ``mean_only``, masks [F, T, T] and [F, T, F]::
+
+        advantages  [[0, .5, .5], [0, -.5, 0]]
+        loss_mask   [[F, T, T], [F, T, F]]
 
     Args:
         rewards: ``(N,)`` returns of the trajectories, or ``(N, U)`` per turn, summed at trajectory
@@ -111,66 +100,75 @@ def compute_advantages(
             each.
         ranks: The processes whose batches make one; whitening is over all of them. None: this one.
 
+    Returns:
+        ``(B, S)`` advantages, float32 (float64 for float64 rewards), 0 where they are not trained;
+        and the ``(B, S)`` bool mask of the actions that are: all, or those that are not filtered.
+
     Raises:
         ValueError: If the batch does not consist of whole groups, or a turn has no reward.
     """
-    if rewards.shape[0] % config.group_size:
-        raise ValueError(
-            f"{rewards.shape[0]} sequences are not whole groups of group_size "
-            f"{config.group_size}; "
-            "pass every completion of each prompt, contiguously"
-        )
+    require(
+        rewards.shape[0] % config.group_size == 0,
+        f"{rewards.shape[0]} sequences are not whole groups of group_size {config.group_size}; "
+        "pass every completion of each prompt, contiguously",
+    )
     if trajectory_ids is None:
         trajectory_ids = torch.arange(len(action_mask), device=action_mask.device)
-    returns = rewards if rewards.dim() == 1 else rewards.sum(-1)
     per_turn = config.granularity == "turn"
     if per_turn and (turn_ids is None or rewards.dim() == 1):
-        _warn_no_turns()
+        warn_once(
+            logger,
+            'advantage_granularity is "turn", but learn() got no turn_ids or no rewards per turn: '
+            "advantages are per trajectory",
+        )
     if per_turn and turn_ids is not None and rewards.dim() == 2:
         turns = torch.where(action_mask, turn_ids, -1)
-        values = _scatter_turns(rewards, turns, trajectory_ids, config)
+        advantages = _scatter_turns(rewards, turns, trajectory_ids, config)
     else:
-        per_trajectory = group_relative(returns, config.group_size, config.norm)
-        values = per_trajectory[trajectory_ids][:, None].expand(action_mask.shape)
+        per_trajectory = group_relative(rewards, config.group_size, config.norm)
+        advantages = per_trajectory[trajectory_ids][:, None].expand(action_mask.shape)
 
-    mask = action_mask
+    loss_mask = action_mask
     if config.filter_zero:
-        mask = mask & (values.abs() > config.filter_eps)
-    values = torch.where(mask, values, 0.0)
+        loss_mask = loss_mask & (advantages.abs() > config.filter_eps)
+    advantages = torch.where(loss_mask, advantages, 0.0)
     if config.whiten:
-        values = _whiten(values, mask, ranks or Ranks())
+        advantages = _whiten(advantages, loss_mask, ranks or Ranks())
     if config.clip_range is not None:
-        values = values.clamp(-config.clip_range, config.clip_range)
-    return Advantages(values, mask, zero_variance_groups(returns, config.group_size))
+        advantages = advantages.clamp(-config.clip_range, config.clip_range)
+    return advantages, loss_mask
 
 
-def _group_relative(
-    values: torch.Tensor, played: torch.Tensor, group_size: int, norm: AdvNorm
+def _returns(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(N,)`` float64 returns, and the sums of the magnitudes of what they are sums of."""
+    exact = rewards.to(torch.float64)
+    return (exact, exact.abs()) if rewards.dim() == 1 else (exact.sum(-1), exact.abs().sum(-1))
+
+
+def _result_dtype(rewards: torch.Tensor) -> torch.dtype:
+    return rewards.dtype if rewards.dtype == torch.float64 else torch.float32
+
+
+def _in_groups(
+    values: torch.Tensor,
+    magnitude: torch.Tensor,
+    played: torch.Tensor,
+    group_size: int,
+    norm: AdvNorm,
 ) -> torch.Tensor:
-    """``(B,)`` values relative to the members of each group that played; 0 for the others."""
-    groups = values.to(torch.float64).view(-1, group_size)
-    member = played.view(-1, group_size)
+    """``(N,)`` float64 values relative to the members of each group that played; 0 for others."""
+    groups, member = values.view(-1, group_size), played.view(-1, group_size)
     count = member.sum(1, keepdim=True)
     centred = torch.where(member, groups, 0.0)
     centred = torch.where(member, groups - centred.sum(1, keepdim=True) / count.clamp(min=1), 0.0)
     high = groups.masked_fill(~member, -torch.inf).amax(1, keepdim=True)
     low = groups.masked_fill(~member, torch.inf).amin(1, keepdim=True)
-    equal = _equal(high - low, torch.maximum(high.abs(), low.abs()))
+    largest = torch.where(member, magnitude.view(-1, group_size), 0.0).amax(1, keepdim=True)
     advantages = centred
     if norm == "mean_std":
         std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
         advantages = centred / (std + STD_EPS)
-    advantages = torch.where(equal | (count < 2), 0.0, advantages)
-    dtype = values.dtype if values.dtype == torch.float64 else torch.float32
-    return advantages.reshape(-1).to(dtype)
-
-
-@functools.lru_cache(maxsize=1)
-def _warn_no_turns() -> None:
-    logger.warning(
-        'advantage_granularity is "turn", but learn() got no turn_ids or no rewards per turn: '
-        "advantages are per trajectory"
-    )
+    return torch.where(_equal(high - low, largest) | (count < 2), 0.0, advantages).reshape(-1)
 
 
 def _equal(spread: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
@@ -184,14 +182,15 @@ def _scatter_turns(
     config: AdvantageConfig,
 ) -> torch.Tensor:
     """Per-turn advantages of ``(N, U)`` rewards spread over the tokens of ``(B, S)`` turns."""
-    if int(turns.max()) >= rewards.shape[1]:
-        raise ValueError(
-            f"turn_ids go up to {int(turns.max())}, but rewards have {rewards.shape[1]} turns: "
-            "turns count from 0, one column of rewards each"
-        )
-    in_row = (turns[:, :, None] == torch.arange(rewards.shape[1], device=turns.device)).any(1)
-    rows_with_turn = torch.zeros(rewards.shape, dtype=torch.long, device=turns.device)
-    played = rows_with_turn.index_add(0, trajectory_ids, in_row.long()) > 0
+    require(
+        int(turns.max()) < rewards.shape[1],
+        f"turn_ids go up to {int(turns.max())}, but rewards have {rewards.shape[1]} turns: turns "
+        "count from 0, one column of rewards each",
+    )
+    # One column more than there are turns takes the positions without an action.
+    played = torch.zeros(rewards.shape[0], rewards.shape[1] + 1, dtype=torch.bool).to(turns.device)
+    played[trajectory_ids[:, None].expand_as(turns), turns] = True
+    played = played[:, :-1]
     per_turn = group_relative_per_turn(rewards * played, played, config.group_size, config.norm)
     return per_turn[trajectory_ids].gather(1, turns.clamp(min=0))
 

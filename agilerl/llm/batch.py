@@ -1,41 +1,63 @@
-"""The training batch: completions stacked into rows that know which prompt they share."""
+"""The training batch: rows that know which prompt they share, from the rollout to the gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 
+from agilerl.checks import require
+
 
 @dataclass(frozen=True)
-class Batch:
-    """Rows of prompt and completion, right-padded.
+class TrainBatch:
+    """Rows of prompt and completion, right-padded, and all that is known of them.
 
-    Two completions of the prompt ``[5, 6]``, of two tokens and one token::
+    Two completions of the prompt ``[5, 6]``, of two tokens and one token, with rewards 1 and 0::
 
         token_ids       [[5, 6, 7, 2], [5, 6, 2, 0]]
         action_mask     [[F, T, T], [F, T, F]]      position s predicts token s + 1
         lengths         [4, 3]
         prompt_lengths  [2, 2]
         prompt_index    [0, 0]
+        loss_mask       [[F, T, T], [F, T, F]]
+        advantages      [[0, .5, .5], [0, -.5, 0]]
 
     A row ends with its last action: what follows (padding, an environment's last words) is never
-    trained and never attended to, so nothing here depends on which id is used for padding.
+    trained and never attended to, so nothing here depends on which id is used for padding. Each
+    stage of an update fills in its field; None until then, or where it is not needed.
     """
 
     token_ids: torch.Tensor
     """``(B, T)`` long."""
     action_mask: torch.Tensor
-    """``(B, S)`` bool."""
+    """``(B, S)`` bool: positions that predict a generated token."""
     lengths: torch.Tensor
     """``(B,)`` long: tokens up to and including the last action."""
     prompt_lengths: torch.Tensor
     """``(B,)`` long: tokens before the first action."""
     prompt_index: torch.Tensor
     """``(B,)`` long: rows with equal values have the same prompt."""
+    loss_mask: torch.Tensor
+    """``(B, S)`` bool: actions that are trained; all of them, until some are filtered."""
     turn_ids: torch.Tensor | None = None
     """``(B, S)`` long, -1 where no action; None in single-turn batches."""
+    trajectory_ids: torch.Tensor | None = None
+    """``(B,)`` long: the trajectory of each row, counted from 0; None: one row each."""
+    advantages: torch.Tensor | None = None
+    """``(B, S)``, 0 outside ``loss_mask``."""
+    sequence_weights: torch.Tensor | None = None
+    """``(B,)`` float64: by how much a row counts as a sequence, its share of the trained tokens of
+    its trajectory; None: 1."""
+    sampling_logp: torch.Tensor | None = None
+    """``(B, S)`` log-probs as the sampler reported them."""
+    has_sampling_logp: torch.Tensor | None = None
+    """``(B,)`` bool: rows for which it reported some; the others are not corrected."""
+    ref_logp: torch.Tensor | None = None
+    """``(B, S)`` log-probs under the reference policy."""
+    old_logp: torch.Tensor | None = None
+    """``(B, S)`` log-probs under the policy that the update starts from."""
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -50,28 +72,35 @@ class Batch:
         """``(N,)`` token ids at the action positions, row by row."""
         return self.token_ids[:, 1:][self.action_mask]
 
-    def select(self, rows: torch.Tensor) -> Batch:
-        """The given rows (a long index), trimmed to the longest of them."""
-        length = int(self.lengths[rows].max())
-        return Batch(
-            token_ids=self.token_ids[rows, :length],
-            action_mask=self.action_mask[rows, : length - 1],
-            lengths=self.lengths[rows],
-            prompt_lengths=self.prompt_lengths[rows],
-            prompt_index=self.prompt_index[rows],
-            turn_ids=None if self.turn_ids is None else self.turn_ids[rows, : length - 1],
-        )
+    @property
+    def trajectory_of_row(self) -> torch.Tensor:
+        """``(B,)`` long: ``trajectory_ids``, or a number per row where there are none."""
+        if self.trajectory_ids is None:
+            return torch.arange(len(self), device=self.device)
+        return self.trajectory_ids
 
-    def to(self, device: torch.device | str) -> Batch:
+    def select(self, rows: torch.Tensor) -> TrainBatch:
+        """The given rows (a long index), every field trimmed to the longest of them."""
+        removed = self.token_ids.shape[1] - int(self.lengths[rows].max())
+
+        def trimmed(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() == 1:
+                return tensor[rows]
+            return tensor[rows, : tensor.shape[1] - removed]
+
+        return self._map(trimmed)
+
+    def to(self, device: torch.device | str) -> TrainBatch:
         """The same batch on another device."""
-        return Batch(
-            token_ids=self.token_ids.to(device),
-            action_mask=self.action_mask.to(device),
-            lengths=self.lengths.to(device),
-            prompt_lengths=self.prompt_lengths.to(device),
-            prompt_index=self.prompt_index.to(device),
-            turn_ids=None if self.turn_ids is None else self.turn_ids.to(device),
-        )
+        return self._map(lambda tensor: tensor.to(device))
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
+        filled = {
+            field.name: value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) is not None
+        }
+        return replace(self, **{name: function(value) for name, value in filled.items()})
 
 
 def stack_rows(
@@ -84,12 +113,17 @@ def stack_rows(
         pad_value: Fills the right.
         width: Least width of the result.
     """
-    blocks = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    blocks = [block if block.dim() == 2 else block[None] for block in blocks]
+    blocks = _blocks(tensors)
     width = max([width, *(block.shape[1] for block in blocks)])
     return torch.cat(
         [torch.nn.functional.pad(b, (0, width - b.shape[1]), value=pad_value) for b in blocks]
     )
+
+
+def _blocks(tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    """One 2-D tensor per block of rows."""
+    blocks = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    return [block if block.dim() == 2 else block[None] for block in blocks]
 
 
 def make_batch(
@@ -98,7 +132,7 @@ def make_batch(
     turn_ids: Sequence[torch.Tensor] | torch.Tensor | None = None,
     *,
     may_lack_actions: bool = False,
-) -> Batch:
+) -> TrainBatch:
     """Build a batch from what ``get_action`` or an environment returned.
 
     Args:
@@ -110,33 +144,36 @@ def make_batch(
     Raises:
         ValueError: If shapes disagree, or no row has any action although one must.
     """
-    token_ids = stack_rows(completion_ids, 0).long()
-    action_mask = stack_rows(action_masks, False).bool()
-    expected = (token_ids.shape[0], token_ids.shape[1] - 1)
-    if tuple(action_mask.shape) != expected:
-        raise ValueError(
-            f"action_masks stack to shape {tuple(action_mask.shape)}, but completion_ids of shape "
-            f"{tuple(token_ids.shape)} need {expected}: one position less than tokens, one row per "
-            "completion"
+    ids, masks = _blocks(completion_ids), _blocks(action_masks)
+    if len(ids) != len(masks):  # one of them is given as a single tensor
+        ids, masks = [stack_rows(ids, 0)], [stack_rows(masks, False)]
+    for i, (block, mask) in enumerate(zip(ids, masks, strict=True)):
+        expected = (block.shape[0], block.shape[1] - 1)
+        require(
+            tuple(mask.shape) == expected,
+            f"action_masks[{i}] has shape {tuple(mask.shape)}, but completion_ids[{i}] of shape "
+            f"{tuple(block.shape)} needs {expected}: one position less than tokens, one row per "
+            "completion",
         )
-    if not (may_lack_actions or action_mask.any()):
-        raise ValueError(
-            "action_masks are False everywhere: there is no generated token to learn from"
-        )
-    turns = None if turn_ids is None else _stack_turns(turn_ids, action_mask)
+    token_ids, action_mask = stack_rows(ids, 0).long(), stack_rows(masks, False).bool()
+    require(
+        may_lack_actions or bool(action_mask.any()),
+        "action_masks are False everywhere: there is no generated token to learn from",
+    )
     positions = torch.arange(action_mask.shape[1], device=action_mask.device)
     last = torch.where(action_mask, positions, -1).amax(1)
     first = torch.where(action_mask, positions, action_mask.shape[1]).amin(1)
     # A row without actions keeps one position to go through the model with; its weight is zero.
     lengths = (last + 2).clamp(min=2)
     prompt_lengths = torch.minimum(first + 1, lengths - 1)
-    return Batch(
-        token_ids,
-        action_mask,
-        lengths,
-        prompt_lengths,
-        _index_prompts(token_ids, prompt_lengths),
-        turns,
+    return TrainBatch(
+        token_ids=token_ids,
+        action_mask=action_mask,
+        lengths=lengths,
+        prompt_lengths=prompt_lengths,
+        prompt_index=_index_prompts(token_ids, prompt_lengths),
+        loss_mask=action_mask,
+        turn_ids=None if turn_ids is None else _stack_turns(turn_ids, action_mask),
     )
 
 
@@ -145,16 +182,15 @@ def _stack_turns(
 ) -> torch.Tensor:
     """``(B, S)`` long, -1 where no action."""
     turns = stack_rows(turn_ids, -1).long()
-    if turns.shape != action_mask.shape:
-        raise ValueError(
-            f"turn_ids have shape {tuple(turns.shape)}, expected {tuple(action_mask.shape)} like "
-            "action_masks"
-        )
-    if (turns[action_mask] < 0).any():
-        raise ValueError(
-            "turn_ids are negative at action positions; every generated token needs its turn's "
-            "index"
-        )
+    require(
+        turns.shape == action_mask.shape,
+        f"turn_ids have shape {tuple(turns.shape)}; it must be {tuple(action_mask.shape)}, like "
+        "that of action_masks",
+    )
+    require(
+        not (turns[action_mask] < 0).any(),
+        "turn_ids are negative at action positions; every generated token needs its turn's index",
+    )
     return turns
 
 

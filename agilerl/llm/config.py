@@ -86,15 +86,12 @@ class LossConfig:
     ratio_level: RatioLevel
     clip_band: tuple[float, float]
     """Absolute bounds ``(lo, hi)`` of the importance ratio."""
-    reduction: Reduction
     beta: float = 0.0
     """Weight of the KL penalty towards the reference policy."""
     kl_shaping: bool = False
     """Move the KL from the loss into the advantages."""
     importance_weight_cap: float | None = None
     """Upper clamp on the sampler correction; None: unbounded."""
-    max_output_tokens: int | None = None
-    """The constant of the ``"constant"`` reduction."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +104,13 @@ class UpdateConfig:
     """Sequences per forward and backward."""
     epochs: int
     max_grad_norm: float
+    reduction: Reduction = "sequence"
+    max_output_tokens: int | None = None
+    """The constant of the ``"constant"`` reduction."""
+    needs_reference: bool = False
+    """Whether the loss reads the log-probs of the reference policy."""
+    skip_zero_advantages: bool = False
+    """Whether rows whose advantages are all 0 have no gradient, and are not run."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,6 @@ class ForwardConfig:
     """How log-probs are computed; no setting here changes their value beyond rounding."""
 
     temperature: float
-    micro_batch_size: int
     recompute_layers: bool = False
     """Gradient checkpointing: keep only each layer's input and recompute the rest in backward."""
     share_prefixes: bool = True

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agilerl.llm.batch import Batch
+from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import ForwardConfig
 from agilerl.llm.probes import equal_up_to_rounding
 
@@ -58,7 +58,7 @@ class _PrefixLayer(DynamicLayer):
 
 
 def action_hidden_states(
-    decoder: nn.Module, batch: Batch, config: ForwardConfig, *, share_prefixes: bool
+    decoder: nn.Module, batch: TrainBatch, config: ForwardConfig, *, share_prefixes: bool
 ) -> torch.Tensor:
     """Hidden states that predict the actions of a batch.
 
@@ -73,7 +73,8 @@ def action_hidden_states(
     """
     recompute = config.recompute_layers and torch.is_grad_enabled()
     with recomputed_layers(decoder) if recompute else contextlib.nullcontext():
-        if share_prefixes and config.share_prefixes and _tokens_saved(batch) >= MIN_TOKENS_SAVED:
+        everything = torch.arange(len(batch), device=batch.device)
+        if share_prefixes and _sharing_pays(*_token_counts(batch, everything)):
             return _shared_prefix_rows(decoder, batch)
         return _plain_rows(decoder, batch, config.use_position_ids)
 
@@ -93,7 +94,8 @@ def supports_shared_prefixes(decoder: nn.Module, vocab_size: int) -> bool:
         mask[row, prompt - 1 : length - 1] = True
     lengths = torch.tensor([10, 8, 7, 10], device=device)
     prompts = torch.tensor([6, 6, 4, 4], device=device)
-    batch = Batch(ids, mask, lengths, prompts, torch.tensor([0, 0, 1, 1], device=device))
+    index = torch.tensor([0, 0, 1, 1], device=device)
+    batch = TrainBatch(ids, mask, lengths, prompts, index, mask)
     try:
         with torch.no_grad():
             plain = _plain_rows(decoder, batch, use_position_ids=True)
@@ -145,16 +147,26 @@ def _recomputing(layer: nn.Module) -> Callable[..., Any]:
     return kept
 
 
-def _tokens_saved(batch: Batch) -> float:
-    """Share of the plain rows' tokens that sharing prompts spares, padding counted."""
-    rows, width = len(batch), int(batch.lengths.max()) - 1
-    prompts = int(batch.prompt_index.unique().numel())
-    completion = int((batch.lengths - batch.prompt_lengths).max())
-    shared = prompts * int(batch.prompt_lengths.max()) + rows * max(completion - 1, 0)
-    return 1.0 - shared / (rows * width)
+def padded_tokens(batch: TrainBatch, rows: torch.Tensor, share_prefixes: bool) -> int:
+    """Tokens, padding counted, that a forward over some rows runs."""
+    plain, shared = _token_counts(batch, rows)
+    return shared if share_prefixes and _sharing_pays(plain, shared) else plain
 
 
-def _plain_rows(decoder: nn.Module, batch: Batch, use_position_ids: bool) -> torch.Tensor:
+def _sharing_pays(plain: int, shared: int) -> bool:
+    return 1.0 - shared / plain >= MIN_TOKENS_SAVED
+
+
+def _token_counts(batch: TrainBatch, rows: torch.Tensor) -> tuple[int, int]:
+    """Tokens of plain rows, and of rows that share their prompts, padding counted."""
+    lengths, prompt_lengths = batch.lengths[rows], batch.prompt_lengths[rows]
+    prompts = int(batch.prompt_index[rows].unique().numel())
+    completion = int((lengths - prompt_lengths).max())
+    shared = prompts * int(prompt_lengths.max()) + len(rows) * max(completion - 1, 0)
+    return len(rows) * (int(lengths.max()) - 1), shared
+
+
+def _plain_rows(decoder: nn.Module, batch: TrainBatch, use_position_ids: bool) -> torch.Tensor:
     width = int(batch.lengths.max()) - 1  # the last token predicts nothing that is trained
     positions = torch.arange(width, device=batch.token_ids.device).expand(len(batch), -1)
     mask = (positions < batch.lengths[:, None]).long()
@@ -165,7 +177,7 @@ def _plain_rows(decoder: nn.Module, batch: Batch, use_position_ids: bool) -> tor
     return output.last_hidden_state[batch.action_mask[:, :width]]
 
 
-def _shared_prefix_rows(decoder: nn.Module, batch: Batch) -> torch.Tensor:
+def _shared_prefix_rows(decoder: nn.Module, batch: TrainBatch) -> torch.Tensor:
     device = batch.token_ids.device
     first_row, row_prompt = _distinct_prompts(batch)
     prompt_lengths = batch.prompt_lengths[first_row]
@@ -214,7 +226,7 @@ def _shared_prefix_rows(decoder: nn.Module, batch: Batch) -> torch.Tensor:
     return hidden[actions & (positions < batch.action_mask.shape[1])]
 
 
-def _distinct_prompts(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def _distinct_prompts(batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """First row of each distinct prompt, ``(p,)``, and each row's place among them, ``(B,)``."""
     _, place = batch.prompt_index.unique(return_inverse=True)
     rows = torch.arange(len(batch), device=place.device)

@@ -62,7 +62,12 @@ def token_logprobs(
         )
     tiles = [
         _trained_head_tile(
-            hidden[start : start + rows], targets[start : start + rows], head, temperature, fp32
+            hidden[start : start + rows],
+            targets[start : start + rows],
+            head,
+            temperature,
+            fp32,
+            entropy,
         )
         for start in range(0, hidden.shape[0], rows)
     ]
@@ -82,12 +87,19 @@ def _reduction_dtype(hidden: torch.Tensor, fp32: bool) -> torch.dtype:
 
 
 def _trained_head_tile(
-    hidden: torch.Tensor, targets: torch.Tensor, head: LogitHead, temperature: float, fp32: bool
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: LogitHead,
+    temperature: float,
+    fp32: bool,
+    want_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     def tile(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = head.logits(hidden).to(_reduction_dtype(hidden, fp32)) / temperature
         log_softmax = logits.log_softmax(-1)
         logp = log_softmax.gather(1, targets[:, None]).squeeze(1)
+        if not want_entropy:
+            return logp, torch.zeros_like(logp)
         with torch.no_grad():
             entropy = -(log_softmax.exp() * log_softmax).sum(-1)
         return logp, entropy

@@ -10,8 +10,9 @@ CISPO https://arxiv.org/abs/2506.13585, k3 http://joschu.net/blog/kl-approx.html
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -52,16 +53,16 @@ LOSS_TABLE: dict[LossType, LossRow] = {
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Quantities of one micro-batch, detached but for ``loss``; ``(B, S)`` where not said."""
+    """The loss of one micro-batch, and what is measured of it; detached but for ``loss``."""
 
     loss: torch.Tensor
     """Scalar: the weighted sum, ready for backward."""
     per_row: torch.Tensor
     """``(B,)`` contribution of each row to ``loss``."""
-    ratio: torch.Tensor
-    kl: torch.Tensor | None
-    importance_weight: torch.Tensor | None
-    """Sampler correction before the cap; where it is not finite, it counts as 0 in the loss."""
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Sums over the trained tokens, by the name of the metric that is their mean."""
+    maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Largest values among the trained tokens, by the name of the metric."""
 
 
 def clip_band(clip_coef: float | tuple[float, float]) -> tuple[float, float]:
@@ -118,26 +119,35 @@ def pooled_log_ratio(
     return torch.where(mask, (total / count.clamp(min=1)).gather(1, index), 0.0)
 
 
-def reduction_counts(mask: torch.Tensor, row_shares: torch.Tensor | None = None) -> torch.Tensor:
+def importance_weights(
+    old_logp: torch.Tensor, sampling_logp: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """``exp(old - sampling)`` per token, ``(B, S)``: the sampler correction before its cap."""
+    return torch.where(mask, (old_logp - sampling_logp).exp(), 0.0)
+
+
+def reduction_counts(
+    mask: torch.Tensor, sequence_weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """Trained tokens and sequences of a mini-batch, ``(2,)`` float64: what its means divide by.
 
     Args:
         mask: ``(B, S)`` bool.
-        row_shares: As in :func:`reduction_weights`.
+        sequence_weights: As in :func:`reduction_weights`.
     """
-    return torch.stack([mask.sum().double(), _sequence_shares(mask, row_shares).sum()])
+    return torch.stack([mask.sum().double(), _row_weights(mask, sequence_weights).sum()])
 
 
-def _sequence_shares(mask: torch.Tensor, row_shares: torch.Tensor | None) -> torch.Tensor:
+def _row_weights(mask: torch.Tensor, sequence_weights: torch.Tensor | None) -> torch.Tensor:
     """``(B,)`` float64: by how much each row counts as a sequence."""
-    return mask.any(1).double() if row_shares is None else row_shares.double()
+    return mask.any(1).double() if sequence_weights is None else sequence_weights.double()
 
 
 def reduction_weights(
     mask: torch.Tensor,
     reduction: Reduction,
     max_output_tokens: int | None = None,
-    row_shares: torch.Tensor | None = None,
+    sequence_weights: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weight of every token in the loss of a mini-batch, so that ``loss = sum(weights * terms)``.
@@ -150,8 +160,8 @@ def reduction_weights(
         reduction: ``"sequence"`` mean over sequences of token means; ``"token"`` mean over tokens;
             ``"constant"`` sum / (sequences × ``max_output_tokens``); ``"sum"``.
         max_output_tokens: Tokens; needed for ``"constant"``.
-        row_shares: ``(B,)`` by which a row counts as a sequence: its part of the trained tokens of
-            a trajectory that gave several rows. None: 1.
+        sequence_weights: ``(B,)`` by which a row counts as a sequence: its share of the trained
+            tokens of a trajectory that gave several rows. None: 1.
         counts: ``(2,)`` :func:`reduction_counts` of the whole mini-batch, where these rows are only
             a rank's part of it; None: they are all of it.
 
@@ -159,10 +169,10 @@ def reduction_weights(
         ``(B, S)`` float64, 0 outside ``mask``.
     """
     weights = mask.to(torch.float64)
-    all_tokens, sequences = reduction_counts(mask, row_shares) if counts is None else counts
+    all_tokens, sequences = reduction_counts(mask, sequence_weights) if counts is None else counts
     sequences = torch.where(sequences > 0, sequences, 1.0)
     if reduction == "sequence":
-        shares = _sequence_shares(mask, row_shares)[:, None]
+        shares = _row_weights(mask, sequence_weights)[:, None]
         return weights * shares / weights.sum(1, keepdim=True).clamp(min=1) / sequences
     if reduction == "token":
         return weights / all_tokens.clamp(min=1)
@@ -214,15 +224,54 @@ def policy_loss(  # noqa: PLR0913 - the optional inputs are keyword-only
 
     importance_weight = None
     if sampling_logp is not None:
-        importance_weight = torch.where(mask, (old.detach() - sampling_logp).exp(), 0.0)
+        importance_weight = importance_weights(old.detach(), sampling_logp, mask)
         terms = terms * _capped(importance_weight, config.importance_weight_cap)
     if kl is not None and not config.kl_shaping:
         terms = terms + config.beta * kl
 
+    with torch.no_grad():
+        sums, maxima = _ratio_metrics(ratio[mask], config.clip_band)
+        if kl is not None:
+            sums["mean_kl"] = kl[mask].sum()
+        if importance_weight is not None:
+            _add_correction_metrics(
+                sums, maxima, importance_weight[mask], config.importance_weight_cap
+            )
+    return weighted_loss(terms, mask, weights, sums, maxima)
+
+
+def weighted_loss(
+    terms: torch.Tensor,
+    mask: torch.Tensor,
+    weights: torch.Tensor,
+    sums: dict[str, torch.Tensor] | None = None,
+    maxima: dict[str, torch.Tensor] | None = None,
+) -> LossTerms:
+    """Sum ``(B, S)`` terms by their :func:`reduction_weights`."""
     per_row = (torch.where(mask, terms, 0.0) * weights.to(terms.dtype)).sum(1)
-    return LossTerms(
-        per_row.sum(), per_row.detach(), ratio.detach(), _detached(kl), importance_weight
-    )
+    return LossTerms(per_row.sum(), per_row.detach(), sums or {}, maxima or {})
+
+
+def _ratio_metrics(
+    ratio: torch.Tensor, band: tuple[float, float]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    outside = (ratio < band[0]) | (ratio > band[1])
+    largest = ratio.max() if ratio.numel() else ratio.new_zeros(())
+    return {"clip_fraction": outside.sum(), "ratio_mean": ratio.sum()}, {"ratio_max": largest}
+
+
+def _add_correction_metrics(
+    sums: dict[str, torch.Tensor],
+    maxima: dict[str, torch.Tensor],
+    importance_weight: torch.Tensor,
+    cap: float | None,
+) -> None:
+    """Add what is measured of ``(N,)`` weights before the cap."""
+    finite = torch.where(importance_weight.isfinite(), importance_weight, 0.0)
+    sums["importance_weight_mean"] = finite.sum()
+    sums["importance_weight_capped"] = (finite > (math.inf if cap is None else cap)).sum()
+    sums["importance_weight_nonfinite"] = (~importance_weight.isfinite()).sum()
+    maxima["importance_weight_max"] = finite.max() if finite.numel() else finite.new_zeros(())
 
 
 def _capped(importance_weight: torch.Tensor, cap: float | None) -> torch.Tensor:
@@ -234,7 +283,3 @@ def _kl_shape(kl: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """``mean_row(kl) - kl`` per token, 0 outside ``mask``."""
     row_mean = kl.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return torch.where(mask, row_mean - kl, 0.0)
-
-
-def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach()

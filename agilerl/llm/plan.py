@@ -1,101 +1,137 @@
-"""The optimizer steps of an update, agreed upon by all ranks before the first forward."""
+"""The plan of an update: which rows go into which optimizer step and which micro-batch.
+
+One plan serves every pass over the batch, that of the reference, of the policy before the update
+and of training: a row meets the same rows in each, so that log-probs of equal weights are equal to
+the last bit, also in bfloat16.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from agilerl.llm.batch import Batch
+from agilerl.distributed import Ranks
+from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import UpdateConfig
-from agilerl.llm.engine import Engine
+from agilerl.llm.forward import padded_tokens
 from agilerl.llm.losses import reduction_counts
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """This rank's part of one optimizer step.
+    """This rank's share of one optimizer step.
 
-    ``active [4, 6, 7], counts [20, 6]``: three rows here have a gradient; with those of the other
-    rank and those without a gradient, six rows have twenty trained tokens.
+    ``micro_batches [[4, 6], [7]], counts [20, 6]``: three rows here have a gradient; with those of
+    the other rank and those without a gradient, six rows have twenty trained tokens.
     """
 
-    active: torch.Tensor
-    """``(a,)`` long, rows of the batch with a gradient; none where other ranks have more rows."""
+    micro_batches: list[torch.Tensor]
+    """Long indices of the rows with a gradient; none where only other ranks have some."""
     counts: torch.Tensor
     """``(2,)`` trained tokens and sequences over all ranks: what means divide by."""
     has_gradient: bool
-    """Whether any rank has an active row; if not, no rank steps."""
-    weightless: int
-    """Micro-batches of weight zero to run here, so that ranks in lockstep run equally many."""
+    """Whether any rank has a row with a gradient; if not, no rank steps."""
+    dummy_micro_batches: int
+    """Micro-batches of weight zero, so that ranks in lockstep run equally many."""
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """``(n,)`` long: the rows of all micro-batches."""
+        nothing = torch.empty(0, dtype=torch.long, device=self.counts.device)
+        return torch.cat([nothing, *self.micro_batches])
 
 
 def plan_mini_batches(
-    batch: Batch,
-    mask: torch.Tensor,
+    batch: TrainBatch,
     active: torch.Tensor,
-    shares: torch.Tensor | None,
-    trajectory_ids: torch.Tensor | None,
     update: UpdateConfig,
-    engine: Engine,
+    ranks: Ranks,
     rng: torch.Generator,
+    *,
+    lockstep: bool = False,
+    share_prefixes: bool = False,
 ) -> list[MiniBatch]:
-    """Cut every epoch into mini-batches, equally many on every rank.
+    """Cut a batch into the optimizer steps of an epoch, equally many on every rank.
+
+    Every epoch takes the same steps. Trajectories are not torn apart, so that each weighs the same
+    however many rows it has.
 
     Args:
-        batch: This rank's rows.
-        mask: ``(B, S)`` bool, the trained positions.
+        batch: This rank's rows, with their ``loss_mask``.
         active: ``(B,)`` bool, rows with a gradient.
-        shares: ``(B,)`` part of its trajectory in each row; None: all of it.
-        trajectory_ids: ``(B,)`` long; None: every row is one. They are not torn apart, so that each
-            weighs the same however many rows it has.
-        update: Sizes, in trajectories of this rank, and epochs.
-        engine: Whose ranks agree.
+        update: Sizes, in trajectories of this rank.
+        ranks: The processes that step together.
         rng: Orders the prompts, on each rank its own.
+        lockstep: Whether every rank must run equally many micro-batches.
+        share_prefixes: Whether a prompt runs once for the rows of a micro-batch that have it.
     """
-    if trajectory_ids is None:
-        trajectory_ids = torch.arange(len(batch), device=batch.device)
-    cuts = -(-int(trajectory_ids.max() + 1) // update.batch_size)
-    most = int(engine.ranks.max(torch.tensor(cuts)))
-    nothing = torch.empty(0, dtype=torch.long, device=batch.device)
-    parts: list[torch.Tensor] = []
-    for _ in range(update.epochs):
-        epoch = _shuffled_parts(batch.prompt_index, trajectory_ids, update.batch_size, rng)
-        parts += epoch + [nothing] * (most - len(epoch))
-
-    own = [reduction_counts(mask[p], None if shares is None else shares[p]) for p in parts]
-    with_gradient = [part[active[part]] for part in parts]
-    rows = torch.tensor([len(part) for part in with_gradient])
-    totals = engine.ranks.sum(torch.cat([torch.stack(own), rows[:, None].to(own[0])], dim=1))
-    micro_batches = rows.add(update.micro_batch_size - 1) // update.micro_batch_size
-    target = engine.ranks.max(micro_batches) if engine.lockstep else micro_batches
-    weightless = (target - micro_batches).tolist()
+    steps = -(-int(batch.trajectory_of_row.max() + 1) // update.batch_size)
+    steps = int(ranks.max(torch.tensor(steps)))
+    shares = _mini_batch_rows(batch, steps, rng)
+    with_gradient = [rows[active[rows]] for rows in shares]
+    own = torch.stack([_counts(batch, rows) for rows in shares])
+    active_rows = torch.tensor([len(rows) for rows in with_gradient])
+    totals = ranks.sum(torch.cat([own, active_rows[:, None].to(own)], dim=1))
+    micro_batches = [
+        split_into_micro_batches(batch, rows, update.micro_batch_size, share_prefixes)
+        for rows in with_gradient
+    ]
+    numbers = torch.tensor([len(split) for split in micro_batches])
+    target = ranks.max(numbers) if lockstep else numbers
     return [
-        MiniBatch(chosen, total[:2], bool(total[2] > 0), extra)
-        for chosen, total, extra in zip(with_gradient, totals, weightless, strict=True)
+        MiniBatch(split, total[:2], bool(total[2] > 0), extra)
+        for split, total, extra in zip(
+            micro_batches, totals, (target - numbers).tolist(), strict=True
+        )
     ]
 
 
-def _shuffled_parts(
-    prompt_index: torch.Tensor, trajectory_ids: torch.Tensor, size: int, rng: torch.Generator
+def split_into_micro_batches(
+    batch: TrainBatch, rows: torch.Tensor, size: int, share_prefixes: bool
 ) -> list[torch.Tensor]:
+    """Cut rows into micro-batches of at most ``size``.
+
+    Rows of similar length side by side need little padding, rows of one prompt share it: the order
+    with fewer tokens to run is taken.
+    """
+    if len(rows) <= size:
+        return [rows] if len(rows) else []
+    by_prompt = list(rows.split(size))
+    by_length = list(rows[batch.lengths[rows].argsort(stable=True)].split(size))
+
+    def cost(micro_batches: Sequence[torch.Tensor]) -> int:
+        return sum(padded_tokens(batch, part, share_prefixes) for part in micro_batches)
+
+    return min(by_prompt, by_length, key=cost)
+
+
+def _counts(batch: TrainBatch, rows: torch.Tensor) -> torch.Tensor:
+    weights = None if batch.sequence_weights is None else batch.sequence_weights[rows]
+    return reduction_counts(batch.loss_mask[rows], weights)
+
+
+def _mini_batch_rows(batch: TrainBatch, steps: int, rng: torch.Generator) -> list[torch.Tensor]:
     """Row indices of each step: prompts in random order, trajectories with the same side by side.
 
-    Args:
-        prompt_index: ``(B,)`` long.
-        trajectory_ids: ``(B,)`` long.
-        size: Trajectories per step.
-        rng: Orders the prompts.
+    Steps differ by at most one trajectory in size.
     """
-    rows = torch.arange(len(prompt_index), device=prompt_index.device)
-    count = int(trajectory_ids.max()) + 1
-    if count <= size:
+    rows = torch.arange(len(batch), device=batch.device)
+    if steps == 1:
         return [rows]
-    rank = torch.randperm(int(prompt_index.max()) + 1, generator=rng).to(rows.device)
+    trajectory_ids = batch.trajectory_of_row
+    count = int(trajectory_ids.max()) + 1
+    order_of_prompts = torch.randperm(int(batch.prompt_index.max()) + 1, generator=rng)
     first_row = torch.full((count,), len(rows), device=rows.device)
     first_row = first_row.scatter_reduce(0, trajectory_ids, rows, reduce="amin")
-    order = torch.argsort(rank[prompt_index[first_row]], stable=True)
-    place = torch.empty_like(order).scatter(0, order, torch.arange(count, device=rows.device))
-    place_of_row = place[trajectory_ids]
-    rows_per_step = torch.bincount(place_of_row // size)
-    return list(torch.argsort(place_of_row, stable=True).split(rows_per_step.tolist()))
+    rank_of_trajectory = order_of_prompts.to(rows.device)[batch.prompt_index[first_row]]
+    order = torch.argsort(rank_of_trajectory, stable=True)
+    position = torch.empty_like(order).scatter(0, order, torch.arange(count, device=rows.device))
+    position_of_row = position[trajectory_ids]
+    # With n trajectories in k steps, the first n % k steps have one more.
+    sizes = [count // steps + (step < count % steps) for step in range(steps)]
+    ends = torch.tensor(sizes, device=rows.device).cumsum(0)
+    step_of_row = torch.bucketize(position_of_row, ends, right=True)
+    rows_per_step = torch.bincount(step_of_row, minlength=steps)
+    return list(torch.argsort(position_of_row, stable=True).split(rows_per_step.tolist()))

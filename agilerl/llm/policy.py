@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 
 from agilerl.llm import adapters
-from agilerl.llm.batch import Batch
+from agilerl.llm.batch import TrainBatch
 from agilerl.llm.causal_lm import LogitHead, find_head
 from agilerl.llm.config import ForwardConfig
 from agilerl.llm.forward import action_hidden_states
@@ -132,8 +132,20 @@ class Policy:
         """The head as it stands now."""
         return find_head(self.base.model)
 
+    def shares_prefixes(self, config: ForwardConfig) -> bool:
+        """Whether forwards run a prompt once for the rows that have it."""
+        return (
+            config.share_prefixes
+            and config.use_position_ids
+            # On a partitioned base all ranks run the decoder equally often.
+            and self.base.partition is None
+            # A compiled forward keeps to plain rows: one shape-generic graph, not one per call.
+            and self._decoder is None
+            and self.base.shares_prefixes
+        )
+
     def logprobs(
-        self, batch: Batch, config: ForwardConfig, *, entropy: bool = True
+        self, batch: TrainBatch, config: ForwardConfig, *, entropy: bool = True
     ) -> TokenLogProbs:
         """Log-probs of a batch's actions under the active adapter.
 
@@ -142,14 +154,13 @@ class Policy:
         """
         if self.base.partition is not None:
             return self._partitioned_logprobs(batch, config, entropy, self.base.partition)
-        # A compiled forward keeps to plain rows: one shape-generic graph, not one per kind of call.
-        share = self._decoder is None and config.use_position_ids and self.base.shares_prefixes
         decoder = self.base.decoder if self._decoder is None else self._decoder
+        share = self.shares_prefixes(config)
         hidden = action_hidden_states(decoder, batch, config, share_prefixes=share)
         return self._through_head(hidden, batch, config, entropy)
 
     def _partitioned_logprobs(
-        self, batch: Batch, config: ForwardConfig, entropy: bool, partition: PartitionedBase
+        self, batch: TrainBatch, config: ForwardConfig, entropy: bool, partition: PartitionedBase
     ) -> TokenLogProbs:
         # Plain rows: sharing prompts is one call of the decoder or two, depending on the rows.
         hidden = action_hidden_states(self.base.decoder, batch, config, share_prefixes=False)
@@ -157,7 +168,7 @@ class Policy:
             return self._through_head(hidden, batch, config, entropy)
 
     def _through_head(
-        self, hidden: torch.Tensor, batch: Batch, config: ForwardConfig, entropy: bool
+        self, hidden: torch.Tensor, batch: TrainBatch, config: ForwardConfig, entropy: bool
     ) -> TokenLogProbs:
         return token_logprobs(
             hidden,
@@ -172,41 +183,42 @@ class Policy:
     @torch.no_grad()
     def frozen_logprobs(
         self,
-        batch: Batch,
+        batch: TrainBatch,
         role: str | None,
         config: ForwardConfig,
-        rows: torch.Tensor | None = None,
+        micro_batches: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Log-probs ``(B, S)`` of a batch under a role, without gradients.
 
         Args:
             batch: The batch.
             role: Whose; None: the bare base's.
-            config: How; ``micro_batch_size`` rows at a time.
-            rows: Long index of the rows wanted; None: all.
+            config: How.
+            micro_batches: Long indices of the rows wanted, those run together; None: all rows, at
+                once.
 
         Returns:
             0 outside the action mask, and in rows that are not wanted. On a partitioned base all
             ranks must ask together, each for as many rows as it likes.
         """
-        if rows is None:
-            rows = torch.arange(len(batch), device=batch.token_ids.device)
-        result = torch.zeros(batch.action_mask.shape, device=batch.token_ids.device)
-        parts = rows.split(config.micro_batch_size) if len(rows) else ()
+        if micro_batches is None:
+            micro_batches = [torch.arange(len(batch), device=batch.device)]
+        result = torch.zeros(batch.action_mask.shape, device=batch.device)
         partition = self.base.partition
-        runs = len(parts) if partition is None else partition.most(len(parts))
+        runs = len(micro_batches) if partition is None else partition.most(len(micro_batches))
         if runs == 0:
             return result
         with self.as_role(role):
-            for _ in range(runs - len(parts)):
+            for _ in range(runs - len(micro_batches)):
                 # Only for the ranks that have more rows.
-                self.logprobs(batch.select(rows.new_zeros(1)), config, entropy=False)
-            for part in parts:
-                chosen = batch.select(part)
+                first_row = batch.select(torch.zeros(1, dtype=torch.long))
+                self.logprobs(first_row, config, entropy=False)
+            for rows in micro_batches:
+                chosen = batch.select(rows)
                 logp = self.logprobs(chosen, config, entropy=False).logp
                 result = result.to(logp.dtype)
                 scattered = scatter_actions(logp, chosen.action_mask)
-                result[part, : scattered.shape[1]] = scattered
+                result[rows, : scattered.shape[1]] = scattered
         return result
 
 

@@ -4,66 +4,90 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import torch
 
-from agilerl.llm.advantages import Advantages
-from agilerl.llm.batch import Batch
-from agilerl.llm.config import ForwardConfig, LossConfig, UpdateConfig
+from agilerl.llm.batch import TrainBatch
+from agilerl.llm.config import ForwardConfig, UpdateConfig
 from agilerl.llm.engine import Engine
-from agilerl.llm.losses import policy_loss, reduction_weights
+from agilerl.llm.losses import LossTerms, reduction_weights
 from agilerl.llm.metrics import UpdateMetrics
 from agilerl.llm.plan import MiniBatch, plan_mini_batches
 from agilerl.llm.policy import Policy, scatter_actions
 
 logger = logging.getLogger(__name__)
 
-MAX_BAD_STEPS = 3
+MAX_SKIPPED_STEPS = 3
+
+LossFunction: TypeAlias = Callable[[torch.Tensor, TrainBatch, torch.Tensor], LossTerms]
+"""``(logp, batch, weights)`` of one micro-batch to its loss: ``(B, S)`` log-probs under the policy
+being trained, with gradient; the rows; the ``(B, S)`` weight of every token in the mini-batch."""
 
 
 class NonFiniteUpdateError(RuntimeError):
     """Several optimizer steps in a row had a non-finite loss or gradient."""
 
 
-@dataclass
-class Health:
-    """What is remembered between updates about steps that had to be skipped."""
-
-    bad_steps: int = 0
-    """Skipped in a row, over calls."""
-    last_checkpoint: str | None = None
-
-
 @dataclass(frozen=True)
-class Rollouts:
-    """All that one update learns from."""
+class StepResult:
+    """What became of one optimizer step, the same on every rank."""
 
-    batch: Batch
-    advantages: Advantages
-    sampling_logp: torch.Tensor | None = None
-    """``(B, S)`` as the sampler reported; None: no correction."""
-    trajectory_ids: torch.Tensor | None = None
-    """``(B,)`` long: the trajectory of each row; None: one row each."""
+    outcome: Literal["taken", "skipped", "no_gradient"]
+    """Skipped: loss or gradient was not finite. No gradient: no rank had a row with one."""
+    loss: float = 0.0
+    """Over all ranks; of a step that was taken."""
+    grad_norm: float = 0.0
+    """Likewise, before clipping."""
+    bad_rows: tuple[list[int], ...] = ()
+    """Of a skipped step: per rank, the rows of its batch whose loss was not finite, or all of the
+    step's rows where only the gradient was not."""
 
-    def row_shares(self) -> torch.Tensor | None:
-        """``(B,)`` part of its trajectory's trained tokens in each row; None: all of them."""
-        if self.trajectory_ids is None:
-            return None
-        tokens = self.advantages.mask.sum(1).double()
-        total = torch.zeros_like(tokens).index_add(0, self.trajectory_ids, tokens)
-        return tokens / total[self.trajectory_ids].clamp(min=1)
+
+@dataclass
+class SkippedSteps:
+    """Optimizer steps in a row that were skipped, counted over updates."""
+
+    in_a_row: int = 0
+    last_checkpoint: str | None = None
+    """Named by the error that ends too long a row."""
+
+    def count(self, result: StepResult, rank: int) -> None:
+        """Take in one step.
+
+        Raises:
+            NonFiniteUpdateError: When ``MAX_SKIPPED_STEPS`` in a row were skipped.
+        """
+        if result.outcome == "taken":
+            self.in_a_row = 0
+        if result.outcome != "skipped":
+            return
+        self.in_a_row += 1
+        rows = _listed(result.bad_rows)
+        if rank == 0:
+            logger.warning(
+                "optimizer step skipped: the loss or its gradient is not finite (%s)", rows
+            )
+        if self.in_a_row >= MAX_SKIPPED_STEPS:
+            raise NonFiniteUpdateError(
+                f"{self.in_a_row} optimizer steps in a row had a non-finite loss or gradient, last "
+                f"on {rows}. Weights are those before the first; last good checkpoint: "
+                f"{self.last_checkpoint or 'none was written yet'}. Lower lr or max_grad_norm, or "
+                "check the rewards."
+            )
 
 
 def run_update(
     policy: Policy,
     engine: Engine,
-    rollouts: Rollouts,
-    loss: LossConfig,
+    batch: TrainBatch,
+    loss_function: LossFunction,
     forward: ForwardConfig,
     update: UpdateConfig,
     rng: torch.Generator,
-    health: Health,
+    skipped_steps: SkippedSteps,
 ) -> UpdateMetrics:
     """Run the epochs of mini-batches over a batch.
 
@@ -72,183 +96,172 @@ def run_update(
 
     Args:
         policy: Whose actor is trained.
-        engine: Who steps.
-        rollouts: The batch and its advantages.
-        loss: The objective.
+        engine: Accumulates gradients and steps.
+        batch: The rows with their ``advantages`` and ``loss_mask``; the log-probs of the reference
+            and of the policy before the update are filled in here, where they are needed.
+        loss_function: The objective.
         forward: How log-probs are computed.
         update: Mini-batch and micro-batch sizes (in rows of this rank), epochs, gradient clipping.
         rng: Orders the prompts.
-        health: Counts skipped steps over calls.
+        skipped_steps: Counted over calls.
 
     Raises:
         NonFiniteUpdateError: After three steps in a row with a non-finite loss or gradient.
     """
-    batch = rollouts.batch
-    metrics = UpdateMetrics()
-    ref_logp = old_logp = None
-    if loss.beta != 0.0:
-        ref_role = "reference" if "reference" in policy.slots else None
-        ref_logp = policy.frozen_logprobs(batch, ref_role, forward)
-    active = _active_rows(rollouts, has_kl=ref_logp is not None)
-    shares = rollouts.row_shares()
-    mini_batches = plan_mini_batches(
+    batch = replace(batch, sequence_weights=_sequence_weights(batch))
+    plan = plan_mini_batches(
         batch,
-        rollouts.advantages.mask,
-        active,
-        shares,
-        rollouts.trajectory_ids,
+        _active_rows(batch, update),
         update,
-        engine,
+        engine.ranks,
         rng,
+        lockstep=engine.lockstep,
+        share_prefixes=policy.shares_prefixes(forward),
     )
-    if len(mini_batches) > 1:
-        # At the first step the log-probs of the rollout are the current ones.
-        later = torch.cat([mini.active for mini in mini_batches[1:]]).unique()
-        old_logp = policy.frozen_logprobs(batch, "actor", forward, later)
+    if update.needs_reference:
+        role = "reference" if "reference" in policy.slots else None
+        parts = [rows for mini in plan for rows in mini.micro_batches]
+        batch = replace(batch, ref_logp=policy.frozen_logprobs(batch, role, forward, parts))
+    if len(plan) > 1:
+        # The first mini-batch is trained before anything has changed: its forward gives them.
+        parts = [rows for mini in plan[1:] for rows in mini.micro_batches]
+        batch = replace(batch, old_logp=policy.frozen_logprobs(batch, "actor", forward, parts))
 
+    updater = _Updater(policy, engine, batch, loss_function, forward, update)
     with policy.as_role("actor"):
-        for number, mini in enumerate(mini_batches):
-            old = old_logp if number > 0 else None
-            step = _Step(
-                policy, engine, rollouts, loss, forward, update, old, ref_logp, shares, metrics
-            )
+        for step, mini_batch in enumerate(plan * update.epochs):
             try:
-                rows_at_fault = step.run(mini)
+                result = updater.step(mini_batch, first=step == 0)
             except BaseException:
                 engine.discard()
                 raise
-            if rows_at_fault is not None:
-                _watch(rows_at_fault, engine.ranks.rank, metrics, health)
-    metrics.reduce(engine.ranks)
-    return metrics
+            updater.metrics.add_step(result.outcome, result.loss, result.grad_norm)
+            skipped_steps.count(result, engine.ranks.rank)
+    updater.metrics.reduce(engine.ranks)
+    return updater.metrics
 
 
-def _active_rows(rollouts: Rollouts, *, has_kl: bool) -> torch.Tensor:
-    """``(B,)`` bool: rows with a gradient. Without advantage and KL it is exactly zero."""
-    trained = rollouts.advantages.mask
-    return (trained if has_kl else trained & (rollouts.advantages.values != 0)).any(1)
+def _sequence_weights(batch: TrainBatch) -> torch.Tensor | None:
+    """``(B,)`` share of its trajectory's trained tokens in each row; None: one row each."""
+    if batch.trajectory_ids is None:
+        return None
+    tokens = batch.loss_mask.sum(1).double()
+    total = torch.zeros_like(tokens).index_add(0, batch.trajectory_ids, tokens)
+    return tokens / total[batch.trajectory_ids].clamp(min=1)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One optimizer step over a mini-batch."""
+def _active_rows(batch: TrainBatch, update: UpdateConfig) -> torch.Tensor:
+    """``(B,)`` bool: rows with a gradient."""
+    assert batch.advantages is not None
+    trained = batch.loss_mask
+    return (trained & (batch.advantages != 0) if update.skip_zero_advantages else trained).any(1)
 
-    policy: Policy
-    engine: Engine
-    rollouts: Rollouts
-    loss: LossConfig
-    forward: ForwardConfig
-    update: UpdateConfig
-    old_logp: torch.Tensor | None
-    ref_logp: torch.Tensor | None
-    row_shares: torch.Tensor | None
-    metrics: UpdateMetrics
 
-    def run(self, mini: MiniBatch) -> list[list[int]] | None:
-        """Take the step; every decision is made by all ranks together.
+class _Updater:
+    """Takes the optimizer steps of one update."""
 
-        Returns:
-            Each rank's rows at fault if the step was skipped because loss or gradient is not
-            finite, else none; None if no rank has anything to learn from.
+    def __init__(
+        self,
+        policy: Policy,
+        engine: Engine,
+        batch: TrainBatch,
+        loss_function: LossFunction,
+        forward: ForwardConfig,
+        update: UpdateConfig,
+    ) -> None:
+        self.policy, self.engine, self.batch = policy, engine, batch
+        self.loss_function, self.forward, self.update = loss_function, forward, update
+        self.metrics = UpdateMetrics()
+
+    def step(self, mini_batch: MiniBatch, *, first: bool) -> StepResult:
+        """Take one step; every decision is made by all ranks together.
+
+        Args:
+            mini_batch: What is trained.
+            first: Whether the weights are those before the update.
         """
-        if not mini.has_gradient:
-            self.metrics.losses.append(0.0)
-            return None
-        per_row = self._backward(mini)
-        bad = ~per_row.isfinite()
-        verdict = torch.stack([bad.sum().double(), per_row.sum().double()])
-        bad_rows, loss = self.engine.ranks.sum(verdict).tolist()
+        if not mini_batch.has_gradient:
+            return StepResult("no_gradient")
+        ranks, rows = self.engine.ranks, mini_batch.rows
+        row_losses = self._backward(mini_batch, first)
+        bad = ~row_losses.isfinite()
+        totals = torch.stack([bad.sum().double(), row_losses.sum().double()])
+        bad_rows, loss = ranks.sum(totals).tolist()
         if bad_rows:
             self.engine.discard()
-            return self.engine.ranks.gather(mini.active[bad].tolist())
+            return StepResult("skipped", bad_rows=tuple(ranks.gather(rows[bad].tolist())))
         norm = self.engine.step(self.update.max_grad_norm)
         if not math.isfinite(norm):
-            return self.engine.ranks.gather(mini.active.tolist())
-        self.metrics.losses.append(loss)
-        self.metrics.grad_norms.append(norm)
-        return []
+            return StepResult("skipped", bad_rows=tuple(ranks.gather(rows.tolist())))
+        return StepResult("taken", loss, norm)
 
-    def _backward(self, mini: MiniBatch) -> torch.Tensor:
-        """Accumulate the gradient of this rank's rows; ``(a,)``, what each adds to the loss."""
+    def _backward(self, mini_batch: MiniBatch, first: bool) -> torch.Tensor:
+        """Accumulate the gradient of this rank's rows; ``(n,)``, what each adds to the loss."""
+        batch, rows = self.batch, mini_batch.rows
         weights = reduction_weights(
-            self.rollouts.advantages.mask[mini.active],
-            self.loss.reduction,
-            self.loss.max_output_tokens,
-            None if self.row_shares is None else self.row_shares[mini.active],
-            mini.counts,
+            batch.loss_mask[rows],
+            self.update.reduction,
+            self.update.max_output_tokens,
+            None if batch.sequence_weights is None else batch.sequence_weights[rows],
+            mini_batch.counts,
         )
-        size = self.update.micro_batch_size
-        parts = [
-            self._micro_batch(mini.active[start : start + size], weights[start : start + size])
-            for start in range(0, len(mini.active), size)
+        sizes = [len(part) for part in mini_batch.micro_batches]
+        row_losses = [
+            self._micro_batch(part, part_weights, first)
+            for part, part_weights in zip(
+                mini_batch.micro_batches, weights.split(sizes), strict=True
+            )
         ]
-        for _ in range(mini.weightless):
-            self._weightless()
-        return torch.cat(parts) if parts else weights.new_zeros(0)
+        for _ in range(mini_batch.dummy_micro_batches):
+            self._dummy_micro_batch()
+        return torch.cat([weights.new_zeros(0), *row_losses])
 
-    def _weightless(self) -> None:
+    def _dummy_micro_batch(self) -> None:
         """A forward and backward that add nothing, for ranks that must run equally many."""
-        batch = self.rollouts.batch.select(torch.zeros(1, dtype=torch.long))
+        batch = self.batch.select(torch.zeros(1, dtype=torch.long))
         self.engine.backward(self.policy.logprobs(batch, self.forward).logp.sum() * 0.0)
 
-    def _micro_batch(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _micro_batch(self, rows: torch.Tensor, weights: torch.Tensor, first: bool) -> torch.Tensor:
         """Forward and backward of some rows; returns each one's contribution to the loss."""
-        batch = self.rollouts.batch.select(rows)
-        width = batch.action_mask.shape[1]
-
-        def mine(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor[rows, :width]
-
-        mask = self.rollouts.advantages.mask[rows, :width]
+        batch = self.batch.select(rows)
         logprobs = self.policy.logprobs(batch, self.forward)
-        terms = policy_loss(
-            scatter_actions(logprobs.logp, batch.action_mask),
-            self.rollouts.advantages.values[rows, :width],
-            mask,
-            weights[:, :width],
-            self.loss,
-            old_logp=mine(self.old_logp),
-            ref_logp=mine(self.ref_logp),
-            sampling_logp=mine(self.rollouts.sampling_logp),
-            turn_ids=batch.turn_ids,
-        )
+        logp = scatter_actions(logprobs.logp, batch.action_mask)
+        if first:
+            batch = replace(batch, old_logp=logp.detach())
+            self._keep_old_logp(rows, logp.detach())
+        batch = replace(batch, sampling_logp=_sampling_logp(batch))
+        terms = self.loss_function(logp, batch, weights[:, : logp.shape[1]])
         self.engine.backward(terms.loss)
         if terms.per_row.isfinite().all():  # a skipped step must not turn every mean into nan
-            trained = mask[batch.action_mask]
-            cap = self.loss.importance_weight_cap
-            self.metrics.add(terms, logprobs.entropy[trained], mask, self.loss.clip_band, cap)
+            trained = batch.loss_mask[batch.action_mask]
+            self.metrics.add(terms, logprobs.entropy[trained])
         return terms.per_row
 
-
-def _watch(
-    rows_at_fault: list[list[int]], rank: int, metrics: UpdateMetrics, health: Health
-) -> None:
-    """Count a skipped step; raise when they keep coming."""
-    if not rows_at_fault:
-        health.bad_steps = 0
-        return
-    health.bad_steps += 1
-    metrics.skipped_steps += 1
-    listed = _listed(rows_at_fault)
-    if rank == 0:
-        logger.warning(
-            "optimizer step skipped: the loss or its gradient is not finite (%s)", listed
-        )
-    if health.bad_steps >= MAX_BAD_STEPS:
-        saved = health.last_checkpoint or "none was written yet"
-        raise NonFiniteUpdateError(
-            f"{health.bad_steps} optimizer steps in a row had a non-finite loss or gradient, last "
-            f"on {listed}. Weights are those before the first; last good checkpoint: {saved}. "
-            "Lower lr or max_grad_norm, or check the rewards."
-        )
+    def _keep_old_logp(self, rows: torch.Tensor, logp: torch.Tensor) -> None:
+        """For the epochs to come."""
+        if self.update.epochs == 1:
+            return
+        if self.batch.old_logp is None:
+            nothing_yet = logp.new_zeros(self.batch.action_mask.shape)
+            self.batch = replace(self.batch, old_logp=nothing_yet)
+        assert self.batch.old_logp is not None
+        self.batch.old_logp[rows, : logp.shape[1]] = logp
 
 
-def _listed(rows_at_fault: list[list[int]]) -> str:
+def _sampling_logp(batch: TrainBatch) -> torch.Tensor | None:
+    """``(B, S)``; the trainer's own for rows without any, which gives them a weight of 1."""
+    if batch.sampling_logp is None:
+        return None
+    assert batch.has_sampling_logp is not None and batch.old_logp is not None
+    return torch.where(batch.has_sampling_logp[:, None], batch.sampling_logp, batch.old_logp)
+
+
+def _listed(bad_rows: tuple[list[int], ...]) -> str:
     """Rows by rank, as a message names them."""
-    several = len(rows_at_fault) > 1
+    several = len(bad_rows) > 1
     return ", ".join(
         f"rows {rows[:16]}{' ...' if len(rows) > 16 else ''} of "
         + (f"rank {rank}'s batch" if several else "the batch")
-        for rank, rows in enumerate(rows_at_fault)
+        for rank, rows in enumerate(bad_rows)
         if rows
     )

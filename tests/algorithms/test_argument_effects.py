@@ -58,7 +58,7 @@ def plain() -> torch.Tensor:
         {"batch_size": 8},
         {"group_size": 2},
         {"temperature": 0.5},
-        {"seed": 43},
+        {"seed": 45},
         pytest.param({"lora_config": lora()}, id="lora_config"),  # its text is in random order
         {"cosine_lr_schedule_config": CosineLRScheduleConfig(10, warmup_proportion=0.5)},
     ],
@@ -122,7 +122,8 @@ def test_advantages_per_turn() -> None:
     summed = trained(rewards=TURN_REWARDS.sum(1))[0]
     auto = trained(**PER_TURN)[0]
     assert not torch.allclose(per_turn, whole)
-    assert torch.equal(whole, summed) and torch.equal(whole, auto)
+    assert torch.equal(whole, auto)
+    torch.testing.assert_close(whole, summed)  # which was summed in float32
     level = {"importance_sampling_level": "turn"}
     auto_turn = trained(**level, **PER_TURN)[0]
     assert torch.equal(auto_turn, trained(advantage_granularity="turn", **level, **PER_TURN)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,10 @@ from agent_helpers import (
 
 from agilerl import checks
 from agilerl.algorithms import CISPO, GRPO, GSPO
-from agilerl.llm.plan import _shuffled_parts
+from agilerl.distributed import Ranks
+from agilerl.llm.batch import make_batch
+from agilerl.llm.config import UpdateConfig
+from agilerl.llm.plan import plan_mini_batches
 
 KEYS = {
     "mean_loss", "mean_kl", "clip_fraction", "entropy", "grad_norm", "ratio_mean", "ratio_max",
@@ -254,13 +258,18 @@ def test_batch_size_counts_trajectories_not_their_rows() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_trajectory_is_in_one_mini_batch_with_all_its_rows(size: int) -> None:
     trajectory_ids = torch.tensor([0, 1, 1, 2, 2, 2, 3, 4, 5, 5])
-    prompt_index = torch.tensor([0, 0, 4, 1, 5, 6, 1, 2, 2, 7])
-    rng = torch.Generator().manual_seed(0)
-    parts = _shuffled_parts(prompt_index, trajectory_ids, size, rng)
+    prompts = torch.tensor([10, 10, 14, 11, 15, 16, 11, 12, 12, 17])
+    ids = torch.stack([prompts, torch.arange(10)], dim=1)
+    batch = replace(make_batch(ids, torch.ones(10, 1) > 0), trajectory_ids=trajectory_ids)
+    rng, everything = torch.Generator().manual_seed(0), torch.ones(10, dtype=torch.bool)
+    update = UpdateConfig(batch_size=size, micro_batch_size=2, epochs=1, max_grad_norm=1.0)
+    plan = plan_mini_batches(batch, everything, update, Ranks(), rng)
+    parts = [mini_batch.rows for mini_batch in plan]
     assert sorted(torch.cat(parts).tolist()) == list(range(10))
     owners = [set(trajectory_ids[part].tolist()) for part in parts]
     assert sum(map(len, owners)) == 6
     assert all(len(owner) <= size for owner in owners)
+    assert max(map(len, owners)) - min(map(len, owners)) <= 1
     assert len(parts) == -(-6 // size)
 
 

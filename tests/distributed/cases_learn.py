@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +26,9 @@ from datasets import Dataset
 
 from agilerl.algorithms import GRPO
 from agilerl.distributed import ranks_of
-from agilerl.llm.advantages import Advantages
 from agilerl.llm.batch import make_batch
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.update import Health, Rollouts, run_update
+from agilerl.llm.update import SkippedSteps, run_update
 from agilerl.llm_envs import ReasoningGym
 from agilerl.testing import tiny_model
 
@@ -137,13 +137,15 @@ def mutate(agent: GRPO, step: int) -> None:
         agent.max_grad_norm = 0.02
 
 
-def update_with(agent: GRPO, values: torch.Tensor, part: Any, health: Health) -> dict[str, float]:
+def update_with(
+    agent: GRPO, values: torch.Tensor, part: Any, skipped: SkippedSteps
+) -> dict[str, float]:
     """``learn`` with advantages of any value."""
     batch = make_batch(part.ids, part.masks)
     values = torch.where(batch.action_mask, values[:, None], 0.0)
-    rollouts = Rollouts(batch, Advantages(values, batch.action_mask, 0))
-    configs = (agent.loss_config(), agent.forward_config(), agent.update_config())
-    metrics = run_update(agent.policy, agent.engine, rollouts, *configs, agent.rng, health)
+    batch = replace(batch, advantages=values)
+    configs = (agent.loss_function(), agent.forward_config(), agent.update_config())
+    metrics = run_update(agent.policy, agent.engine, batch, *configs, agent.rng, skipped)
     return metrics.result()
 
 
@@ -159,17 +161,17 @@ def non_finite(accelerator: Any) -> dict[str, Any]:
         bad_loss[5] = math.inf
     if rank == 0:
         bad_gradient[:] = 1e38
-    health, before = Health(), weights(agent)
+    counter, before = SkippedSteps(), weights(agent)
     skipped = []
     for values in (bad_loss, bad_gradient):
-        metrics = update_with(agent, values, part, health)
+        metrics = update_with(agent, values, part, counter)
         skipped.append((metrics["skipped_steps"], torch.equal(weights(agent), before)))
-    metrics = update_with(agent, good, part, health)
-    result = {"skipped": skipped, "bad_steps": health.bad_steps, "error": None}
+    metrics = update_with(agent, good, part, counter)
+    result = {"skipped": skipped, "bad_steps": counter.in_a_row, "error": None}
     result |= {"weights": weights(agent), "metrics": metrics, "moments": moments(agent)}
     try:
         for _ in range(3):
-            update_with(agent, bad_loss, part, health)
+            update_with(agent, bad_loss, part, counter)
     except RuntimeError as error:
         result["error"] = str(error)
     return result

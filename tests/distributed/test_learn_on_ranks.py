@@ -18,7 +18,7 @@ from agilerl.algorithms import GRPO
 from agilerl.llm.batch import make_batch
 from agilerl.llm.losses import policy_loss, reduction_weights
 from agilerl.llm.policy import scatter_actions
-from agilerl.llm.update import Health
+from agilerl.llm.update import SkippedSteps
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
 
@@ -92,17 +92,18 @@ def test_nothing_to_learn_anywhere_is_no_step(ranks: Ranks) -> None:
 
 
 def joint_steps(rng_state: torch.Tensor) -> list[list[int]]:
-    """Rows of the global batch in each step of an epoch, where a rank takes four of its own."""
+    """Rows of the global batch in each of four steps, two epochs over the same two mini-batches.
+
+    Each rank takes half of its rows: rank 0 of one prompt's four, rank 1 of two prompts' eight.
+    """
     rng = torch.Generator()
     rng.set_state(rng_state)
-    steps = []
-    for _ in range(2):
-        first, second = (p * 4 for p in torch.randperm(2, generator=rng).argsort().tolist())
-        steps += [
-            [0, 1, 2, 3, *range(4 + first, 8 + first)],
-            list(range(4 + second, 8 + second)),
-        ]
-    return steps
+    first, second = (p * 4 for p in torch.randperm(2, generator=rng).argsort().tolist())
+    epoch = [
+        [0, 1, *range(4 + first, 8 + first)],
+        [2, 3, *range(4 + second, 8 + second)],
+    ]
+    return epoch * 2
 
 
 def train_by_hand(agent: GRPO, batch: Data, steps: list[list[int]]) -> None:
@@ -183,7 +184,7 @@ def test_steps_that_are_not_finite_are_skipped_by_both_and_leave_nothing_behind(
     # The good step in between is that of a process which never had a bad one.
     agent = make_agent(beta=0.0, loss_type="cispo", clip_coef=(0.0, 5.0), loss_reduction="sum")
     batch = data()
-    metrics = update_with(agent, batch.rewards.sum(-1).flatten() - 1.0, batch, Health())
+    metrics = update_with(agent, batch.rewards.sum(-1).flatten() - 1.0, batch, SkippedSteps())
     moment = moments(agent)
     torch.testing.assert_close(ranks[0]["weights"], weights(agent), atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(ranks[0]["moments"], moment, atol=TOLERANCE, rtol=1e-4)

@@ -7,12 +7,12 @@ from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
 
-from agilerl.llm.batch import Batch, make_batch
+from agilerl.llm.batch import TrainBatch, make_batch
 from agilerl.llm.config import ForwardConfig
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase
 
-PLAIN = ForwardConfig(temperature=0.9, micro_batch_size=64, share_prefixes=False)
+PLAIN = ForwardConfig(temperature=0.9, share_prefixes=False)
 
 
 def lora(**changes: object) -> LoraConfig:
@@ -61,7 +61,7 @@ def random_batch(
     seed: int = 0,
     padding: int = 0,
     turns: bool = False,
-) -> Batch:
+) -> TrainBatch:
     """Each prompt (by length) completed once per completion length; ragged, right-padded."""
     rng = torch.Generator().manual_seed(seed)
     ids, masks, turn_ids = [], [], []

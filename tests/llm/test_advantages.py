@@ -9,9 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from agilerl.llm import advantages
-from agilerl.llm.advantages import compute_advantages, group_relative, group_relative_per_turn
+from agilerl import checks
+from agilerl.llm.advantages import (
+    compute_advantages,
+    group_relative,
+    group_relative_per_turn,
+    zero_variance_groups,
+)
 from agilerl.llm.config import AdvantageConfig
 
 DTYPES = (torch.float32, torch.float64)
@@ -29,9 +35,9 @@ def test_equal_rewards_give_exactly_zero(reward: float, dtype: torch.dtype, grou
     rewards = torch.full((8 * groups,), reward, dtype=dtype)
     for norm in ("mean_std", "mean_only"):
         assert (group_relative(rewards, 8, norm) == 0).all()
-    made = compute_advantages(rewards, actions(*[3] * len(rewards)), AdvantageConfig(8))
-    assert (made.values == 0).all()
-    assert made.zero_variance_groups == groups
+    made, _trained = compute_advantages(rewards, actions(*[3] * len(rewards)), AdvantageConfig(8))
+    assert (made == 0).all()
+    assert zero_variance_groups(rewards, 8) == groups
 
 
 @settings(max_examples=30, deadline=None)
@@ -51,6 +57,43 @@ def test_returns_that_differ_by_the_order_of_summation_are_equal(
             total = total + term
         returns.append(total)
     assert (group_relative(torch.stack(returns), 8) == 0).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    turns=st.lists(st.sampled_from([0.1, -0.7, 1e4, 0.3]), min_size=2, max_size=5),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_turns_in_another_order_give_equal_returns(turns: list[float], seed: int) -> None:
+    """Sums that are small beside what they are sums of, too: 1e4 - 1e4 + 0.1."""
+    rng, cancelling = torch.Generator().manual_seed(seed), torch.tensor([*turns, -sum(turns)])
+    rewards = torch.stack([cancelling[torch.randperm(len(cancelling), generator=rng)]] * 4)
+    rewards[1], rewards[2] = cancelling, cancelling.flip(0)
+    assert (group_relative(rewards, 4) == 0).all()
+    assert zero_variance_groups(rewards, 4) == 1
+    config = AdvantageConfig(4)
+    assert (compute_advantages(rewards, actions(2, 2, 2, 2), config)[0] == 0).all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes how many elements the largest result of an operation has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.untyped_storage().nbytes() // result.itemsize)
+        return result
+
+
+def test_turns_take_no_memory_per_token_and_turn() -> None:
+    rows, tokens, turns = 8, 64, 50
+    turn_ids = torch.randint(turns, (rows, tokens))
+    config = AdvantageConfig(4, granularity="turn")
+    with LargestTensor() as largest:
+        compute_advantages(torch.rand(rows, turns), turn_ids >= 0, config, turn_ids)
+    assert largest.elements < 4 * rows * tokens
 
 
 @settings(max_examples=30, deadline=None)
@@ -77,14 +120,13 @@ def test_a_group_of_one_has_no_advantage() -> None:
 
 
 def test_values_are_spread_over_the_actions_and_zero_elsewhere() -> None:
-    made = compute_advantages(
+    made, trained = compute_advantages(
         torch.tensor([1.0, 0.0]),
         torch.tensor([[False, True, True], [False, True, False]]),
         AdvantageConfig(2, norm="mean_only"),
     )
-    assert made.values.tolist() == [[0.0, 0.5, 0.5], [0.0, -0.5, 0.0]]
-    assert made.mask.tolist() == [[False, True, True], [False, True, False]]
-    assert made.zero_variance_groups == 0
+    assert made.tolist() == [[0.0, 0.5, 0.5], [0.0, -0.5, 0.0]]
+    assert trained.tolist() == [[False, True, True], [False, True, False]]
 
 
 def test_advantages_per_turn_on_a_worked_example() -> None:
@@ -106,8 +148,8 @@ def test_turn_advantages_land_on_the_tokens_of_their_turns() -> None:
     turn_ids = torch.tensor([[0, -1, 1, 1, 2], [0, 0, 1, -1, -1], [0, -1, -1, -1, -1]])
     rewards = torch.tensor([[1.0, 0.0, 4.0], [0.0, 2.0, 0.0], [2.0, 0.0, 0.0]])
     config = AdvantageConfig(3, norm="mean_only", granularity="turn")
-    made = compute_advantages(rewards, turn_ids >= 0, config, turn_ids)
-    assert made.values.tolist() == [
+    made, _trained = compute_advantages(rewards, turn_ids >= 0, config, turn_ids)
+    assert made.tolist() == [
         [0.0, 0.0, -1.0, -1.0, 2.0],
         [-1.0, -1.0, 1.0, 0.0, 0.0],
         [1.0, 0.0, 0.0, 0.0, 0.0],
@@ -120,31 +162,33 @@ def test_rows_of_one_trajectory_share_its_advantage() -> None:
     trajectory_ids = torch.tensor([0, 1, 1])
     turn_ids = torch.tensor([[0, 1, 1], [0, 0, -1], [-1, -1, 1]])
     config = AdvantageConfig(2, norm="mean_only")
-    made = compute_advantages(rewards, turn_ids >= 0, config, turn_ids, trajectory_ids)
+    made, _trained = compute_advantages(rewards, turn_ids >= 0, config, turn_ids, trajectory_ids)
     # Returns 1 and 5.
-    assert made.values.tolist() == [[-2.0, -2.0, -2.0], [2.0, 2.0, 0.0], [0.0, 0.0, 2.0]]
+    assert made.tolist() == [[-2.0, -2.0, -2.0], [2.0, 2.0, 0.0], [0.0, 0.0, 2.0]]
 
     by_turn = replace(config, granularity="turn")
-    made = compute_advantages(rewards, turn_ids >= 0, by_turn, turn_ids, trajectory_ids)
-    assert made.values.tolist() == [[0.5, -2.5, -2.5], [-0.5, -0.5, 0.0], [0.0, 0.0, 2.5]]
+    made, _trained = compute_advantages(rewards, turn_ids >= 0, by_turn, turn_ids, trajectory_ids)
+    assert made.tolist() == [[0.5, -2.5, -2.5], [-0.5, -0.5, 0.0], [0.0, 0.0, 2.5]]
 
 
 def test_one_turn_is_the_trajectory() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.25])
     mask = actions(3, 1, 2, 4)
-    by_turn = compute_advantages(
+    by_turn, _ = compute_advantages(
         torch.stack([rewards, torch.zeros(4)], dim=1),
         mask,
         AdvantageConfig(4, granularity="turn"),
         torch.where(mask, 0, -1),
     )
-    assert torch.equal(by_turn.values, compute_advantages(rewards, mask, AdvantageConfig(4)).values)
+    assert torch.equal(by_turn, compute_advantages(rewards, mask, AdvantageConfig(4))[0])
 
 
 def test_rewards_per_turn_are_summed_at_trajectory_granularity() -> None:
     rewards = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
-    made = compute_advantages(rewards, actions(2, 2), AdvantageConfig(2, norm="mean_only"))
-    assert made.values[:, 0].tolist() == [1.0, -1.0]
+    made, _trained = compute_advantages(
+        rewards, actions(2, 2), AdvantageConfig(2, norm="mean_only")
+    )
+    assert made[:, 0].tolist() == [1.0, -1.0]
 
 
 def test_filter_then_whiten_then_clip() -> None:
@@ -152,30 +196,30 @@ def test_filter_then_whiten_then_clip() -> None:
     rewards = torch.tensor([3.0, 1.0, 0.0, -4.0], dtype=torch.float64)
     mask = actions(1, 2, 1, 1)
     plain = AdvantageConfig(4, norm="mean_only")
-    assert compute_advantages(rewards, mask, plain).values[:, 0].tolist() == [3.0, 1.0, 0.0, -4.0]
+    assert compute_advantages(rewards, mask, plain)[0][:, 0].tolist() == [3.0, 1.0, 0.0, -4.0]
 
     config = AdvantageConfig(4, norm="mean_only", filter_zero=True, whiten=True, clip_range=1.2)
-    made = compute_advantages(rewards, mask, config)
+    made, trained = compute_advantages(rewards, mask, config)
     tokens = torch.tensor([3.0, 1.0, 1.0, -4.0], dtype=torch.float64)
     white = (tokens - tokens.mean()) / tokens.std()
-    assert made.mask.tolist() == [[True, False], [True, True], [False, False], [True, False]]
+    assert trained.tolist() == [[True, False], [True, True], [False, False], [True, False]]
     assert white[3] < -1.2
-    assert made.values[made.mask].tolist() == pytest.approx([*white[:3].tolist(), -1.2])
-    assert (made.values[~made.mask] == 0).all()
+    assert made[trained].tolist() == pytest.approx([*white[:3].tolist(), -1.2])
+    assert (made[~trained] == 0).all()
 
 
 def test_filter_eps_removes_small_advantages() -> None:
     rewards = torch.tensor([1.0, 0.1, -0.1, -1.0])
     config = AdvantageConfig(4, norm="mean_only", filter_zero=True, filter_eps=0.2)
-    made = compute_advantages(rewards, actions(1, 1, 1, 1), config)
-    assert made.mask.squeeze(1).tolist() == [True, False, False, True]
+    _made, trained = compute_advantages(rewards, actions(1, 1, 1, 1), config)
+    assert trained.squeeze(1).tolist() == [True, False, False, True]
 
 
 def test_filter_can_remove_everything() -> None:
     config = AdvantageConfig(2, filter_zero=True, whiten=True)
-    made = compute_advantages(torch.tensor([0.3, 0.3]), actions(2, 2), config)
-    assert not made.mask.any()
-    assert (made.values == 0).all()
+    made, trained = compute_advantages(torch.tensor([0.3, 0.3]), actions(2, 2), config)
+    assert not trained.any()
+    assert (made == 0).all()
 
 
 def test_incomplete_groups_are_refused() -> None:
@@ -188,10 +232,10 @@ def test_turn_granularity_without_turns_falls_back_to_the_trajectory(
 ) -> None:
     turn, trajectory = AdvantageConfig(2, granularity="turn"), AdvantageConfig(2)
     rewards, mask = torch.tensor([[1.0, 0.0], [0.0, 3.0]]), actions(2, 2)
-    advantages._warn_no_turns.cache_clear()
+    checks._warned.clear()
     for _ in range(2):
-        made = compute_advantages(rewards, mask, turn)
-    assert torch.equal(made.values, compute_advantages(rewards.sum(1), mask, trajectory).values)
+        made, _trained = compute_advantages(rewards, mask, turn)
+    assert torch.equal(made, compute_advantages(rewards.sum(1), mask, trajectory)[0])
     assert caplog.text.count("advantages are per trajectory") == 1
 
 

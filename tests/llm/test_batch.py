@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -112,12 +114,40 @@ def test_stack_rows_keeps_a_least_width() -> None:
 
 def test_disagreeing_shapes_are_refused() -> None:
     ids = torch.tensor([[1, 2, 3]])
-    with pytest.raises(ValueError, match="action_masks stack to shape"):
+    with pytest.raises(ValueError, match=r"action_masks\[0\] has shape"):
         make_batch(ids, torch.tensor([[F, T, T]]))
-    with pytest.raises(ValueError, match="action_masks stack to shape"):
+    with pytest.raises(ValueError, match=r"action_masks\[0\] has shape"):
         make_batch(ids, torch.tensor([[F, T], [F, T]]))
     with pytest.raises(ValueError, match="turn_ids have shape"):
         make_batch(ids, torch.tensor([[F, T]]), torch.tensor([[0]]))
+
+
+def test_blocks_whose_widths_disagree_are_refused_although_the_stacked_ones_would_agree() -> None:
+    ids = [torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2, 3, 4]])]
+    masks = [torch.tensor([[F, T, T]]), torch.tensor([[F, T]])]
+    with pytest.raises(ValueError, match=r"action_masks\[0\] has shape \(1, 3\)"):
+        make_batch(ids, masks)
+
+
+def test_every_field_is_selected_and_trimmed() -> None:
+    batch = make_batch(
+        torch.tensor([[5, 6, 7, 2], [5, 6, 2, 0]]), torch.tensor([[F, T, T], [F, T, F]])
+    )
+    positions = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    rows = torch.tensor([7, 8])
+    known = {"token_ids", "action_mask", "lengths", "prompt_lengths", "prompt_index", "loss_mask"}
+    per_row = {"trajectory_ids", "sequence_weights", "has_sampling_logp"}
+    names = {field.name for field in fields(batch)}
+    filled = replace(
+        batch,
+        **dict.fromkeys(per_row, rows),
+        **dict.fromkeys(names - known - per_row, positions),
+    )
+    part = filled.select(torch.tensor([1]))
+    assert part.token_ids.tolist() == [[5, 6, 2]]
+    assert part.loss_mask.tolist() == [[F, T]]
+    assert all(getattr(part, name).tolist() == [8] for name in per_row)
+    assert all(getattr(part, name).tolist() == [[4.0, 5.0]] for name in names - known - per_row)
 
 
 def test_nothing_to_learn_from_is_refused() -> None:

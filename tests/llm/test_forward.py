@@ -12,8 +12,8 @@ from model_families import FAMILIES, UNSHARED_FAMILIES, make_family
 from rollout_helpers import PLAIN, gradients, lora, random_batch, random_policy, relative_difference
 from transformers import PreTrainedModel
 
-from agilerl.llm import forward
-from agilerl.llm.batch import Batch, make_batch
+from agilerl.llm.batch import TrainBatch, make_batch
+from agilerl.llm.forward import padded_tokens
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
 
@@ -24,7 +24,7 @@ TEMPERATURE = PLAIN.temperature
 SHARED = replace(PLAIN, share_prefixes=True)
 
 
-def plain_formula(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+def plain_formula(model: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
     """Log-probs row by row from the model's own logits, without padding."""
     found = []
     for row in range(len(batch)):
@@ -45,7 +45,7 @@ def policy(request: pytest.FixtureRequest) -> Iterator[Policy]:
 
 
 @pytest.fixture(scope="module")
-def batch() -> Batch:
+def batch() -> TrainBatch:
     return random_batch(vocab=60)
 
 
@@ -53,7 +53,7 @@ def weighted(logp: torch.Tensor) -> torch.Tensor:
     return (logp * torch.linspace(-1, 2, len(logp), dtype=logp.dtype)).sum()
 
 
-def test_log_probs_are_those_of_the_models_own_logits(policy: Policy, batch: Batch) -> None:
+def test_log_probs_are_those_of_the_models_own_logits(policy: Policy, batch: TrainBatch) -> None:
     logp = policy.logprobs(batch, PLAIN).logp
     expected = plain_formula(policy.model.get_base_model(), batch)
     torch.testing.assert_close(logp, expected, rtol=1e-6, atol=1e-6)
@@ -62,12 +62,13 @@ def test_log_probs_are_those_of_the_models_own_logits(policy: Policy, batch: Bat
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_shared_prefixes_are_exact(policy: Policy, batch: Batch, recompute: bool) -> None:
+def test_shared_prefixes_are_exact(policy: Policy, batch: TrainBatch, recompute: bool) -> None:
     if policy.base.model.config.model_type in UNSHARED_FAMILIES:
         assert not policy.base.shares_prefixes
     else:
         assert policy.base.shares_prefixes
-        assert forward._tokens_saved(batch) > forward.MIN_TOKENS_SAVED
+        everything = torch.arange(len(batch))
+        assert padded_tokens(batch, everything, True) < padded_tokens(batch, everything, False)
     plain = policy.logprobs(batch, PLAIN)
     shared = policy.logprobs(batch, replace(SHARED, recompute_layers=recompute))
     torch.testing.assert_close(shared.logp, plain.logp, rtol=1e-6, atol=1e-6)
@@ -76,7 +77,7 @@ def test_shared_prefixes_are_exact(policy: Policy, batch: Batch, recompute: bool
     assert relative_difference(mine, theirs) < 1e-6
 
 
-def test_recomputed_layers_change_nothing_in_plain_rows(policy: Policy, batch: Batch) -> None:
+def test_recomputed_layers_change_nothing_in_plain_rows(policy: Policy, batch: TrainBatch) -> None:
     plain = policy.logprobs(batch, PLAIN)
     again = policy.logprobs(batch, replace(PLAIN, recompute_layers=True))
     assert torch.equal(again.logp, plain.logp)
@@ -94,12 +95,13 @@ def test_padding_stays_within_learned_positions() -> None:
         [long_prompt.token_ids, long_completion.token_ids],
         [long_prompt.action_mask, long_completion.action_mask],
     )
-    assert forward._tokens_saved(batch) > forward.MIN_TOKENS_SAVED
+    everything = torch.arange(len(batch))
+    assert padded_tokens(batch, everything, True) < padded_tokens(batch, everything, False)
     shared, plain = policy.logprobs(batch, SHARED), policy.logprobs(batch, PLAIN)
     torch.testing.assert_close(shared.logp, plain.logp, rtol=1e-6, atol=1e-6)
 
 
-def test_a_prompt_goes_through_the_model_once_with_its_gradient(batch: Batch) -> None:
+def test_a_prompt_goes_through_the_model_once_with_its_gradient(batch: TrainBatch) -> None:
     policy = random_policy(tiny_model(), separate_reference=False)
     assert policy.base.shares_prefixes
     shapes: list[tuple[int, ...]] = []
@@ -135,15 +137,15 @@ def test_single_token_completions_need_only_the_prompt() -> None:
 def test_an_unsupported_model_is_named_in_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     model = make_family("qwen3_next")
     policy = random_policy(model, separate_reference=False)
-    with caplog.at_level(logging.INFO, logger=forward.__name__):
+    with caplog.at_level(logging.INFO, logger="agilerl.llm.forward"):
         assert not policy.base.shares_prefixes
         assert not policy.base.shares_prefixes
-    lines = [r.getMessage() for r in caplog.records if r.name == forward.__name__]
+    lines = [r.getMessage() for r in caplog.records if r.name == "agilerl.llm.forward"]
     assert len(lines) == 1
     assert lines[0].startswith("shared prefixes are off for Qwen3NextModel")
 
 
-def test_recomputing_keeps_less_and_puts_every_layer_back(batch: Batch) -> None:
+def test_recomputing_keeps_less_and_puts_every_layer_back(batch: TrainBatch) -> None:
     policy = random_policy(tiny_model(layers=4), separate_reference=False)
     layers = policy.base.decoder.layers
     own = layers[1].__dict__["forward"] = layers[1].forward

@@ -202,6 +202,31 @@ def test_a_tile_is_the_largest_logits_ever(trained: bool, softcap: float | None)
     assert largest.rows == tile_rows  # the head's own weight has D < tile_rows rows of this size
 
 
+class Operations(TorchDispatchMode):
+    """Notes the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_entropies_are_only_computed_when_asked_for(trained: bool) -> None:
+    hidden, targets = inputs(7)
+    head = as_trained(frozen_head()) if trained else frozen_head()
+    counts = []
+    for entropy in (True, False):
+        with torch.no_grad(), Operations() as operations:
+            made = token_logprobs(hidden, targets, head, entropy=entropy)
+        assert (made.entropy > 0).all() == entropy
+        counts.append(len(operations.names))
+    assert counts[1] < counts[0]
+
+
 class TestModelHeads:
     """The head as it is found in a model with adapters on it."""
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from update_helpers import Objective
 
-from agilerl.llm.config import LossConfig, Reduction
+from agilerl.llm.config import Reduction
 from agilerl.llm.losses import (
     LOSS_TABLE,
     LossTerms,
     clip_band,
+    importance_weights,
     k3,
     policy_loss,
     pooled_log_ratio,
@@ -40,9 +42,9 @@ ADVANTAGES = rows([1.0, 1.0, 1.0], [-1.0, -1.0])
 MASK = torch.tensor([[True, True, True], [True, True, False]])
 
 
-def config(loss_type: str = "grpo", **changes: object) -> LossConfig:
+def config(loss_type: str = "grpo", **changes: object) -> Objective:
     row = LOSS_TABLE[loss_type]
-    plain = LossConfig(
+    plain = Objective(
         loss_type=loss_type,
         ratio_level=row.forced_level or "token",
         clip_band=clip_band(0.2),
@@ -52,7 +54,7 @@ def config(loss_type: str = "grpo", **changes: object) -> LossConfig:
 
 
 def evaluate(
-    settings: LossConfig, logp: torch.Tensor = LOGP, **inputs: torch.Tensor | None
+    settings: Objective, logp: torch.Tensor = LOGP, **inputs: torch.Tensor | None
 ) -> tuple[LossTerms, torch.Tensor]:
     """The terms of the golden batch and the gradient with respect to ``logp``."""
     given = {"advantages": ADVANTAGES, "mask": MASK, "old_logp": OLD, **inputs}
@@ -65,7 +67,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Golden:
-    settings: LossConfig
+    settings: Objective
     value: float
     gradient: list[list[float]] | None = None
     old: torch.Tensor = OLD
@@ -129,14 +131,14 @@ def test_gradient_is_the_slope_of_the_surrogate(name: str) -> None:
     """Finite differences; for CISPO with its weight held fixed, as the stop-gradient says."""
     golden = GOLDEN[name]
     inputs = {"sampling_logp": golden.gen, "advantages": golden.advantages}
-    terms, gradient = evaluate(golden.settings, old_logp=golden.old, **inputs)
+    _, gradient = evaluate(golden.settings, old_logp=golden.old, **inputs)
     step = 1e-6
     if golden.settings.loss_type == "cispo":
         weights = reduction_weights(MASK, golden.settings.reduction)
-        clamped = terms.ratio.clamp(*golden.settings.clip_band)
-        if terms.importance_weight is not None:
+        clamped = (LOGP - golden.old).exp().clamp(*golden.settings.clip_band)
+        if golden.gen is not None:
             cap = golden.settings.importance_weight_cap or math.inf
-            clamped = clamped * terms.importance_weight.clamp(max=cap)
+            clamped = clamped * importance_weights(golden.old, golden.gen, MASK).clamp(max=cap)
         expected = -clamped * golden.advantages * weights
     else:
         expected = torch.zeros_like(LOGP)
@@ -150,11 +152,15 @@ def test_gradient_is_the_slope_of_the_surrogate(name: str) -> None:
 
 
 def test_golden_ratios() -> None:
-    terms, _ = evaluate(config())
+    token = pooled_log_ratio(LOGP - OLD, MASK, "token").exp()[MASK]
     expected = [1.22140276, 0.95122942, 0.40656966, 6.04964746, 0.81873075]
-    assert terms.ratio[MASK].tolist() == pytest.approx(expected, **ABOUT)
-    gspo, _ = evaluate(config("gspo"))
-    assert gspo.ratio[MASK].tolist() == pytest.approx([0.77880078] * 3 + [2.22554093] * 2, **ABOUT)
+    assert token.tolist() == pytest.approx(expected, **ABOUT)
+    pooled = pooled_log_ratio(LOGP - OLD, MASK, "trajectory").exp()[MASK]
+    assert pooled.tolist() == pytest.approx([0.77880078] * 3 + [2.22554093] * 2, **ABOUT)
+    for loss_type, ratio in (("grpo", token), ("gspo", pooled)):
+        terms, _ = evaluate(config(loss_type))
+        assert terms.sums["ratio_mean"].item() == pytest.approx(ratio.sum().item())
+        assert terms.maxima["ratio_max"].item() == pytest.approx(ratio.max().item())
 
 
 def test_golden_k3_and_its_slope() -> None:
@@ -310,7 +316,8 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_reinfor
     for loss_type in LOSS_TABLE:
         settings = config(loss_type, reduction="token")
         terms, gradient = evaluate(settings, old_logp=None)
-        assert (terms.ratio == 1).all()
+        assert terms.sums["ratio_mean"] == MASK.sum()
+        assert terms.maxima["ratio_max"] == 1
         torch.testing.assert_close(gradient, -ADVANTAGES * MASK / 5)
 
 
@@ -319,11 +326,11 @@ def test_importance_weights_are_capped_and_not_finite_ones_count_as_zero() -> No
     gen[0, 2], gen[1, 0], gen[1, 1] = -math.inf, math.nan, math.inf
     settings = config("cispo", clip_band=(0.0, 9.0), reduction="sum", importance_weight_cap=2.0)
     terms, gradient = evaluate(settings, sampling_logp=gen)
-    plain, _ = evaluate(settings)
+    ratio = (LOGP - OLD).exp()
     expected = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
-    torch.testing.assert_close(gradient, -expected * plain.ratio * ADVANTAGES * MASK)
-    assert terms.importance_weight is not None
-    assert terms.importance_weight[0, 1].item() == pytest.approx(3.0)  # as measured, before the cap
+    torch.testing.assert_close(gradient, -expected * ratio * ADVANTAGES * MASK)
+    # As measured, before the cap.
+    assert terms.maxima["importance_weight_max"].item() == pytest.approx(3.0)
 
 
 def test_importance_weights_carry_no_gradient() -> None:

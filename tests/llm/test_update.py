@@ -20,15 +20,23 @@ from rollout_helpers import (
 from update_helpers import (
     FORWARD,
     MANY,
+    RecordingEngine,
     Run,
     objective,
     random_values,
 )
 
-from agilerl.llm.batch import make_batch
+from agilerl.llm.batch import TrainBatch, make_batch
 from agilerl.llm.config import UpdateConfig
-from agilerl.llm.losses import LOSS_TABLE, policy_loss, reduction_weights
+from agilerl.llm.losses import (
+    LOSS_TABLE,
+    LossTerms,
+    policy_loss,
+    reduction_weights,
+    weighted_loss,
+)
 from agilerl.llm.policy import Policy, scatter_actions
+from agilerl.llm.update import SkippedSteps, run_update
 from agilerl.testing import tiny_model
 
 REDUCTIONS = ("sequence", "token", "constant", "sum")
@@ -91,7 +99,7 @@ def test_gradient_depends_on_neither_micro_batches_nor_padding_nor_row_order(
         other = replace(
             reordered(run, order, padding),
             update=replace(run.update, micro_batch_size=micro),
-            forward=replace(FORWARD, micro_batch_size=micro, share_prefixes=share),
+            forward=replace(FORWARD, share_prefixes=share),
         )
         randomise_all(policy)
         _, found = other(policy, loss)
@@ -160,10 +168,10 @@ def test_mini_batches_cover_every_row_once_and_keep_prompts_together(policy: Pol
     [
         (8, 1, 0.0, 0),
         (MANY, 1, 0.0, 0),
-        (8, 2, 0.0, 1),
+        (8, 2, 0.0, 0),
         (4, 1, 0.0, 1),
         (8, 1, 0.1, 1),
-        (4, 1, 0.1, 2),
+        (4, 1, 0.1, 3),
     ],
 )
 def test_frozen_passes_are_run_exactly_where_they_are_needed(
@@ -256,3 +264,25 @@ def test_the_update_raises_the_probability_of_what_was_rewarded(policy: Policy) 
         Run(batch, values, lr=0.05)(policy, objective(loss_type))
     change = (policy.frozen_logprobs(batch, "actor", FORWARD) - before).sum(1)
     assert change[::2].mean() > 0 > change[1::2].mean()
+
+
+def test_an_objective_of_ones_own(policy: Policy) -> None:
+    """REINFORCE with a penalty on what the policy has become sure of: no ratio, no reference."""
+
+    def loss(logp: torch.Tensor, batch: TrainBatch, weights: torch.Tensor) -> LossTerms:
+        assert batch.advantages is not None
+        terms = -batch.advantages * logp + 0.1 * logp.exp()
+        sums = {"probability": logp.detach().exp()[batch.loss_mask].sum()}
+        return weighted_loss(terms, batch.loss_mask, weights, sums)
+
+    batch = random_batch()
+    batch = replace(batch, advantages=random_values(batch))
+    before = policy.frozen_logprobs(batch, "actor", FORWARD)
+    update = UpdateConfig(4, 3, epochs=2, max_grad_norm=1e9, reduction="token")
+    engine = RecordingEngine(policy, lr=0.05)
+    rng, counter = torch.Generator().manual_seed(0), SkippedSteps()
+    metrics = run_update(policy, engine, batch, loss, FORWARD, update, rng, counter).result()
+    assert 0.0 < metrics["probability"] < 1.0
+    assert len(engine.seen) == 4
+    after = policy.frozen_logprobs(batch, "actor", FORWARD)
+    assert ((after - before) * batch.advantages * batch.action_mask).sum() > 0

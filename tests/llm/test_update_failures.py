@@ -22,7 +22,7 @@ from update_helpers import (
 
 from agilerl.llm.config import UpdateConfig
 from agilerl.llm.policy import Policy
-from agilerl.llm.update import Health, NonFiniteUpdateError
+from agilerl.llm.update import NonFiniteUpdateError, SkippedSteps
 from agilerl.testing import tiny_model
 
 
@@ -76,15 +76,17 @@ def test_three_bad_steps_in_a_row_raise_with_rows_and_checkpoint(policy: Policy)
     assert run.values is not None
     broken = run.values.clone()
     broken[[1, 6]] = math.nan
-    health = Health(last_checkpoint="runs/7/best")
-    bad = replace(run, values=broken, health=health)
+    skipped = SkippedSteps(last_checkpoint="runs/7/best")
+    bad = replace(run, values=broken, skipped=skipped)
     for _ in range(2):
         metrics, _ = bad(policy, objective())
         assert metrics["skipped_steps"] == 1.0
     with pytest.raises(NonFiniteUpdateError, match=r"rows \[1, 6\] .*checkpoint: runs/7/best"):
         bad(policy, objective())
     with pytest.raises(NonFiniteUpdateError, match="none was written yet"):
-        replace(bad, health=Health(), update=UpdateConfig(MANY, MANY, 3, 1e9))(policy, objective())
+        replace(bad, skipped=SkippedSteps(), update=UpdateConfig(MANY, MANY, 3, 1e9))(
+            policy, objective()
+        )
 
 
 def test_a_good_step_in_between_resets_the_count_and_an_empty_one_does_not(policy: Policy) -> None:
@@ -92,13 +94,13 @@ def test_a_good_step_in_between_resets_the_count_and_an_empty_one_does_not(polic
     assert run.values is not None
     broken = run.values.clone()
     broken[0] = math.nan
-    health = Health()
-    bad = replace(run, values=broken, health=health)
-    good = replace(run, health=health)
-    empty = replace(run, values=torch.zeros_like(broken), health=health)
+    skipped = SkippedSteps()
+    bad = replace(run, values=broken, skipped=skipped)
+    good = replace(run, skipped=skipped)
+    empty = replace(run, values=torch.zeros_like(broken), skipped=skipped)
     for step, count in ((bad, 1), (bad, 2), (good, 0), (bad, 1), (empty, 1), (bad, 2)):
         step(policy, objective())
-        assert health.bad_steps == count
+        assert skipped.in_a_row == count
 
 
 def test_an_error_in_a_micro_batch_leaves_no_gradient_behind(policy: Policy) -> None:

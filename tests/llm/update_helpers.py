@@ -10,13 +10,12 @@ from rollout_helpers import (
     random_batch,
 )
 
-from agilerl.llm.advantages import Advantages
-from agilerl.llm.batch import Batch
-from agilerl.llm.config import ForwardConfig, LossConfig, UpdateConfig
+from agilerl.llm.batch import TrainBatch
+from agilerl.llm.config import ForwardConfig, LossConfig, Reduction, UpdateConfig
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.losses import LOSS_TABLE
+from agilerl.llm.losses import LOSS_TABLE, LossTerms, policy_loss
 from agilerl.llm.policy import Policy
-from agilerl.llm.update import Health, Rollouts, run_update
+from agilerl.llm.update import SkippedSteps, run_update
 
 FORWARD = replace(PLAIN, share_prefixes=True)
 MANY = 10_000
@@ -52,13 +51,13 @@ class RecordingEngine(LocalEngine):
 class Run:
     """One call of ``run_update`` with everything that a test may want to change."""
 
-    batch: Batch = field(default_factory=lambda: random_batch(turns=True))
+    batch: TrainBatch = field(default_factory=lambda: random_batch(turns=True))
     values: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     sampling_logp: torch.Tensor | None = None
     forward: ForwardConfig = FORWARD
     update: UpdateConfig = ONE_STEP
-    health: Health = field(default_factory=Health)
+    skipped: SkippedSteps = field(default_factory=SkippedSteps)
     lr: float = 1e-3
 
     def __post_init__(self) -> None:
@@ -67,30 +66,60 @@ class Run:
         if self.mask is None:
             self.mask = self.batch.action_mask
 
-    def __call__(
-        self, policy: Policy, loss: LossConfig
-    ) -> tuple[dict[str, float], RecordingEngine]:
+    def __call__(self, policy: Policy, loss: Objective) -> tuple[dict[str, float], RecordingEngine]:
         assert self.values is not None
         assert self.mask is not None
         engine = RecordingEngine(policy, self.lr)
-        values = torch.where(self.mask, self.values, 0.0)
-        rollouts = Rollouts(self.batch, Advantages(values, self.mask, 0), self.sampling_logp)
-        rng = torch.Generator().manual_seed(0)
-        metrics = run_update(
-            policy, engine, rollouts, loss, self.forward, self.update, rng, self.health
+        batch = replace(
+            self.batch,
+            advantages=torch.where(self.mask, self.values, 0.0),
+            loss_mask=self.mask,
+            sampling_logp=self.sampling_logp,
+            has_sampling_logp=torch.ones(len(self.batch), dtype=torch.bool),
         )
+        update = replace(
+            self.update,
+            reduction=loss.reduction,
+            max_output_tokens=loss.max_output_tokens,
+            needs_reference=loss.beta != 0.0,
+            skip_zero_advantages=loss.beta == 0.0,
+        )
+        rng = torch.Generator().manual_seed(0)
+        metrics = run_update(policy, engine, batch, loss, self.forward, update, rng, self.skipped)
         return metrics.result(), engine
 
 
-def random_values(batch: Batch, seed: int = 0) -> torch.Tensor:
+def random_values(batch: TrainBatch, seed: int = 0) -> torch.Tensor:
     rng = torch.Generator().manual_seed(seed)
     values = torch.randn(len(batch), 1, generator=rng, dtype=torch.float64)
     return values.expand(batch.action_mask.shape)
 
 
-def objective(loss_type: str = "grpo", **changes: object) -> LossConfig:
+@dataclass(frozen=True)
+class Objective(LossConfig):
+    """``policy_loss`` with its settings, and those of the update that go with it."""
+
+    reduction: Reduction = "sequence"
+    max_output_tokens: int | None = None
+
+    def __call__(self, logp: torch.Tensor, batch: TrainBatch, weights: torch.Tensor) -> LossTerms:
+        assert batch.advantages is not None
+        return policy_loss(
+            logp,
+            batch.advantages,
+            batch.loss_mask,
+            weights,
+            self,
+            old_logp=batch.old_logp,
+            ref_logp=batch.ref_logp,
+            sampling_logp=batch.sampling_logp,
+            turn_ids=batch.turn_ids,
+        )
+
+
+def objective(loss_type: str = "grpo", **changes: object) -> Objective:
     row = LOSS_TABLE[loss_type]
-    config = LossConfig(
+    config = Objective(
         loss_type=loss_type,
         ratio_level=row.forced_level or "token",
         clip_band=(0.8, 1.2),

@@ -12,7 +12,7 @@ from chat_tokenizers import STYLES, VOCAB_SIZE, chat_tokenizer, turn_end
 from peft import LoraConfig
 
 from agilerl.algorithms import GRPO
-from agilerl.algorithms.core.learn_inputs import stack_sampling_logps
+from agilerl.algorithms.core.learn_inputs import add_sampling_logps
 from agilerl.llm.batch import make_batch
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper
@@ -116,6 +116,7 @@ def test_rows_are_what_was_seen_and_sampled(style: str | None, window: bool) -> 
         assert len(episodes.trajectory_ids) > len(episodes.turns)
 
     assert episodes.sampling_logps is not None
-    sampled = stack_sampling_logps(episodes.sampling_logps, batch.action_mask, None)
+    sampled = add_sampling_logps(batch, episodes.sampling_logps).sampling_logp
+    assert sampled is not None
     computed = agent.policy.frozen_logprobs(batch, "actor", agent.forward_config())
     assert (sampled - computed)[batch.action_mask].abs().max() < 1e-4

@@ -225,11 +225,11 @@ def test_a_rate_changed_after_the_last_step_is_taken_up_by_the_next(tmp_path: Pa
     step(agent)
     step(agent)
     agent.lr = 0.007
-    agent.health.bad_steps = 2
+    agent.skipped_steps.in_a_row = 2
     agent.save_checkpoint(tmp_path / "agent")
     (other,) = make_agents(1, lr=0.1, use_separate_reference_adapter=True)
     read_saved_agent(other, tmp_path / "agent").restore()
-    assert other.health.bad_steps == 2
+    assert other.skipped_steps.in_a_row == 2
     assert other.engine.optimizer.param_groups[0]["lr"] == agent.optimizer.param_groups[0]["lr"]
     for each in (agent, other):
         step(each)

@@ -55,8 +55,8 @@ class SavedAgent:
         agent.rng.set_state(self.rng.get_state())
         agent.engine.close()
         agent.engine = self.engine
-        agent.health.bad_steps = self.bad_steps
-        agent.health.last_checkpoint = str(self.path)
+        agent.skipped_steps.in_a_row = self.bad_steps
+        agent.skipped_steps.last_checkpoint = str(self.path)
         agent.policy.set_role("actor")
 
 

@@ -47,7 +47,7 @@ def save(agent: LLMAlgorithm, path: Path, *, lora_only: bool, save_optimizer: bo
         lora_only=lora_only,
         save_optimizer=save_optimizer,
     )
-    agent.health.last_checkpoint = str(path)
+    agent.skipped_steps.last_checkpoint = str(path)
 
 
 def load_into(
@@ -186,7 +186,7 @@ def _attributes(agent: LLMAlgorithm) -> dict[str, Any]:
         "arguments": encode_arguments(agent.saved_arguments()),
         "history": {name: encode_value(value, name) for name, value in history.items()},
         "rng_state": agent.rng.get_state(),
-        "bad_steps": agent.health.bad_steps,
+        "bad_steps": agent.skipped_steps.in_a_row,
         "base_name": agent.model_name or model.name_or_path or None,
         "base_dtype": encode_value(model.dtype, "base_dtype"),
         "base_fingerprint": agent.policy.base.fingerprint(),

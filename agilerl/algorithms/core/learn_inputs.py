@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+
+from agilerl.checks import require
+from agilerl.llm.batch import TrainBatch
 
 
 def shape_rewards(rewards: Any, rows: int, group_size: int) -> torch.Tensor:
@@ -60,33 +64,32 @@ def check_trajectory_ids(trajectory_ids: Any, rows: int) -> torch.Tensor:
     return ids.long()
 
 
-def stack_sampling_logps(
-    rows: Sequence[torch.Tensor | None], action_mask: torch.Tensor, own: torch.Tensor | None
-) -> torch.Tensor:
-    """The sampler's log-probs as ``(B, S)``, 0 outside actions.
+def add_sampling_logps(batch: TrainBatch, rows: Sequence[torch.Tensor | None]) -> TrainBatch:
+    """The batch with the sampler's log-probs.
 
     Args:
+        batch: The batch, on the CPU or wherever its rows came from.
         rows: One 1-D tensor per completion, generated tokens only; None: not reported.
-        action_mask: ``(B, S)`` bool.
-        own: ``(B, S)`` log-probs for the rows without; needed if there is one.
 
     Raises:
         ValueError: If there are not as many as there are completions, or generated tokens.
     """
-    if len(rows) != len(action_mask):
-        raise ValueError(
-            f"sampling_logps has {len(rows)} entries for {len(action_mask)} completions; pass one "
-            "tensor (or None) per completion"
-        )
-    stacked = torch.zeros(action_mask.shape, device=action_mask.device) if own is None else own
-    counts = action_mask.sum(1).tolist()
+    require(
+        len(rows) == len(batch),
+        f"sampling_logps has {len(rows)} entries for {len(batch)} completions; pass one tensor (or "
+        "None) per completion",
+    )
+    if all(row is None for row in rows):
+        return batch
+    stacked = torch.zeros(batch.action_mask.shape, device=batch.device)
     for i, row in enumerate(rows):
-        if row is None:
-            continue
-        if row.numel() != counts[i]:
-            raise ValueError(
-                f"sampling_logps[{i}] has {row.numel()} entries, but completion {i} has "
-                f"{counts[i]} generated tokens; pass one log-prob per generated token"
+        if row is not None:
+            tokens = int(batch.action_mask[i].sum())
+            require(
+                row.numel() == tokens,
+                f"sampling_logps[{i}] has {row.numel()} entries, but completion {i} has {tokens} "
+                "generated tokens; pass one log-prob per generated token",
             )
-        stacked[i, action_mask[i]] = row.reshape(-1).to(stacked)
-    return stacked
+            stacked[i, batch.action_mask[i]] = row.reshape(-1).to(stacked)
+    reported = torch.tensor([row is not None for row in rows], device=batch.device)
+    return replace(batch, sampling_logp=stacked, has_sampling_logp=reported)

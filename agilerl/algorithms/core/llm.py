@@ -24,13 +24,12 @@ from agilerl.distributed import ranks_of
 from agilerl.llm.adapters import copy_adapter
 from agilerl.llm.causal_lm import context_length, eos_token_ids
 from agilerl.llm.config import CosineLRScheduleConfig, ForwardConfig, SamplingConfig
-from agilerl.llm.engine.accelerator_config import rank_micro_batch_size
 from agilerl.llm.engine.build import build_engine
 from agilerl.llm.engine.local import LocalEngine, cosine_schedule, set_learning_rate
 from agilerl.llm.generation import Generator
 from agilerl.llm.generation.build import build_generator
 from agilerl.llm.policy import Policy
-from agilerl.llm.update import Health
+from agilerl.llm.update import SkippedSteps
 from agilerl.typing import ActionResult, ReasoningPrompts
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
     policy: Policy
     generator: Generator
     engine: LocalEngine
-    _machinery = ("policy", "generator", "engine", "rng", "health", "training")
+    _machinery = ("policy", "generator", "engine", "rng", "skipped_steps", "training")
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         arguments = self.checked_arguments(given)
@@ -77,7 +76,7 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
         # the processes that one of them is spread over.
         offset = 1_000_003 * self.index + 7_368_787 * ranks.rank
         self.rng = torch.Generator().manual_seed((self.seed + offset) % 2**63)
-        self.health = Health()
+        self.skipped_steps = SkippedSteps()
         self.training = True
         self.register_network_group(NetworkGroup(eval_network="actor", policy=True))
         self.register_optimizer(OptimizerConfig(name="optimizer", networks=("actor",), lr="lr"))
@@ -192,9 +191,6 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
         """How log-probs are computed, from the attributes as they are now."""
         return ForwardConfig(
             temperature=self.temperature,
-            micro_batch_size=rank_micro_batch_size(
-                self.batch_size, self.micro_batch_size_per_gpu, self.accelerator
-            ),
             recompute_layers=self.gradient_checkpointing,
             use_position_ids=self.calc_position_embeddings,
             fp32_logits=self.cast_logprobs_to_fp32,
@@ -365,11 +361,11 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
     @property
     def last_checkpoint(self) -> str | None:
         """Where this agent was last saved; named by errors that end a run."""
-        return self.health.last_checkpoint
+        return self.skipped_steps.last_checkpoint
 
     @last_checkpoint.setter
     def last_checkpoint(self, path: str | None) -> None:
-        self.health.last_checkpoint = path
+        self.skipped_steps.last_checkpoint = path
 
     def save_checkpoint(
         self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
