@@ -32,7 +32,7 @@ from agilerl.training.rank_consistency import (
     check_same_options,
     check_shared_storage,
 )
-from agilerl.utils.llm_utils import run_of_all_processes
+from agilerl.utils.llm_utils import collective_run
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def run_training(
         resume = read_resume(found, population, env_name, ranks)
     checkpoint = None if resume is None else resume.checkpoint
     name = ranks.on_rank_zero(lambda: _name_of_run(agents, env_name, options, checkpoint))
-    with run_of_all_processes(), ExitStack() as stack:
+    with collective_run(), ExitStack() as stack:
         elite = None
         if options.elite_path is not None:  # the options have checked that save_elite is set
             elite = stack.enter_context(Elite(options.elite_path, name, ranks))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agilerl.checks import require
 from agilerl.llm.engine.accelerator_config import (
     GATHER,
     SECTION,
@@ -31,42 +32,41 @@ def create_llm_accelerator(
     gradient_accumulation_steps: int = 1,
     gather_for_generation: bool = True,
 ) -> Accelerator | None:
-    """Make the accelerator for a script started by ``torchrun`` or ``accelerate launch``.
+    """Create the accelerator of a script that ``torchrun`` or ``accelerate launch`` started.
 
-    The same script also runs as a plain single process: then there is nothing to divide, and the
-    result is None. Make it first, before environments and agents, and give it to both. It also sees
-    to it that the processes part properly when the program ends.
+    A script started as a single process gets None and trains without one. Call this before
+    environments and agents are made, and pass the result to both. When the program ends, the
+    process group is destroyed.
 
     Args:
-        zero_stage: Partition the optimizer with DeepSpeed: 1, or 2; with 3 the frozen base too. 0
-            makes a DeepSpeed accelerator that partitions nothing. None: as ``accelerate launch``
-            was configured; otherwise without DeepSpeed. Results are the same; memory per process is
-            not.
+        zero_stage: DeepSpeed ZeRO stage: 1 and 2 partition the optimizer's state, 3 also the frozen
+            base, 0 nothing. None: as ``accelerate launch`` was configured, otherwise without
+            DeepSpeed. The stage changes the memory per process, not the results.
         offload_optimizer: Keep the optimizer's state in CPU memory; needs ZeRO stage 1, 2 or 3.
         cpu: Train on CPUs over gloo; None: where there is no GPU.
-        gradient_accumulation_steps: Micro-batches per mini-batch of a process, where an agent is
-            given no ``micro_batch_size_per_gpu``.
-        gather_for_generation: With stage 3, put the whole base together once per rollout; it has to
-            fit on every process then. False: layer by layer, for every token.
+        gradient_accumulation_steps: Micro-batches per optimizer step and process, for agents
+            without ``micro_batch_size_per_gpu``.
+        gather_for_generation: With stage 3, gather the whole base once per rollout; it must then
+            fit on every process. False: gather layer by layer for every token, which is much
+            slower, and as slow on all processes as on the one with most to generate.
 
-    With stage 3 every process needs the memory of the whole base while the first agent is made and
-    while a full checkpoint is saved or loaded; in ``learn``, only that of its part and a layer. In
-    rollouts it needs that of the whole base and processes generate on their own, or, without
-    ``gather_for_generation``, that of its part, a layer and the head: much slower, as every layer
-    is communicated for every token, and as slow on all as on the one with most to generate.
-    ``get_action``, ``rollout``, ``test`` and ``learn`` must be called by all processes together.
+    With stage 3, each process needs memory for the whole base while the first agent is built and
+    while a full checkpoint is saved or loaded. ``learn`` needs its partition and one layer;
+    rollouts the whole base, or without ``gather_for_generation`` its partition, one layer and the
+    head. ``get_action``, ``rollout``, ``test`` and ``learn`` are collective: all processes must
+    call them together.
 
     Raises:
-        ValueError: If there is no such stage, nothing that could be offloaded, or nothing that
-            could be left apart in rollouts.
+        ValueError: If there is no such stage, or it does not allow ``offload_optimizer`` or
+            ``gather_for_generation=False``.
         ImportError: If DeepSpeed is asked for and not installed.
     """
     if zero_stage is not None:
         check_zero_stage("zero_stage", zero_stage)
-    if offload_optimizer and zero_stage not in (1, 2, 3):
-        raise ValueError(
-            f"offload_optimizer is True, but zero_stage is {zero_stage}; it must be 1, 2 or 3"
-        )
+    require(
+        not offload_optimizer or zero_stage in (1, 2, 3),
+        f"offload_optimizer is True, but zero_stage is {zero_stage}; it must be 1, 2 or 3",
+    )
     if not gather_for_generation and zero_stage is not None:
         _check_partitions(zero_stage)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -100,40 +100,39 @@ def create_llm_accelerator(
     return accelerator
 
 
-_in_a_run = threading.Event()
+_in_collective_run = threading.Event()
 
 
 @contextlib.contextmanager
-def run_of_all_processes() -> Iterator[None]:
-    """Around what processes do together: one that leaves it by any exception ends as failed.
+def collective_run() -> Iterator[None]:
+    """Mark a collective run: a process that leaves it by an exception keeps its process group.
 
-    The interpreter forgets a ``sys.exit(3)`` before ``_leave_process_group`` could ask for it.
+    The interpreter does not record a ``sys.exit(3)`` where ``_leave_process_group`` could see it.
     """
-    _in_a_run.set()
+    _in_collective_run.set()
     yield
-    _in_a_run.clear()
+    _in_collective_run.clear()
 
 
 def _leave_process_group() -> None:
-    """Give up the process group before the interpreter does.
+    """Destroy the process group before the interpreter exits.
 
-    A thread of gloo that still holds a tensor then aborts the program once in a while, and a run
-    that ended well would count as failed (https://github.com/pytorch/pytorch/issues/190489). After
-    an error the group is left as it is: giving it up could wait for the other processes, while
-    these wait for this one; and they would fail before this one has ended, so that the launcher
-    could name one of them.
+    Otherwise a gloo thread that still holds a tensor occasionally aborts the program at exit, and a
+    successful run counts as failed (https://github.com/pytorch/pytorch/issues/190489). After an
+    error the group is left alone: destroying it could wait for processes that wait for this one,
+    and they would fail before this one has ended, so that the launcher might blame one of them.
     """
-    failed = hasattr(sys, "last_value")  # set where an error ends the program
-    if torch.distributed.is_initialized() and not failed and not _in_a_run.is_set():
+    failed = "last_value" in vars(sys)  # set when an uncaught exception ends the program
+    if torch.distributed.is_initialized() and not failed and not _in_collective_run.is_set():
         torch.distributed.destroy_process_group()
 
 
 def _check_partitions(zero_stage: int | None) -> None:
-    if zero_stage != 3:
-        raise ValueError(
-            f"gather_for_generation is False, but zero_stage is {zero_stage}, which does not "
-            "partition the base; use zero_stage=3, or leave it out"
-        )
+    require(
+        zero_stage == 3,
+        f"gather_for_generation is False, but zero_stage is {zero_stage}, which does not partition "
+        "the base; use zero_stage=3, or leave it out",
+    )
 
 
 def _import_deepspeed(zero_stage: int | None, cpu: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from agilerl.algorithms import CISPO, GRPO, GSPO
 from agilerl.algorithms.core import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
+from agilerl.checks import require
 
 ALGORITHMS: dict[str, type[GRPO]] = {"GRPO": GRPO, "GSPO": GSPO, "CISPO": CISPO}
 
@@ -28,13 +29,14 @@ def save_llm_checkpoint(
         save_optimizer: Also save optimizer and schedule.
 
     Raises:
-        TypeError: If ``agent`` is none.
+        TypeError: If ``agent`` is not an agent.
         FileExistsError: If ``path`` holds something that is not a checkpoint.
     """
-    if not isinstance(agent, LLMAlgorithm):
-        raise TypeError(
-            f"agent is of type {type(agent).__name__}; it must be a GRPO, GSPO or CISPO agent"
-        )
+    require(
+        isinstance(agent, LLMAlgorithm),
+        f"agent is of type {type(agent).__name__}; it must be a GRPO, GSPO or CISPO agent",
+        TypeError,
+    )
     agent.save_checkpoint(path, lora_only=lora_only, save_optimizer=save_optimizer)
 
 
@@ -50,8 +52,9 @@ def create_population(
     Args:
         algo: ``"GRPO"``, ``"GSPO"`` or ``"CISPO"``, in any letter case.
         init_hp: Constructor arguments by name, in any letter case: ``{"BATCH_SIZE": 16}``.
-        hp_config: Hyperparameters to mutate; each agent starts with values drawn within limits.
-        population_size: Agents.
+        hp_config: Hyperparameters that evolution may mutate; each agent starts with values drawn
+            between their limits.
+        population_size: Number of agents.
         **arguments: Further constructor arguments, such as ``actor_network`` and ``pad_token_id``.
 
     Returns:
@@ -60,20 +63,22 @@ def create_population(
     Raises:
         ValueError: For an unknown algorithm or key, or an argument given twice.
     """
-    cls = ALGORITHMS.get(algo.upper()) if isinstance(algo, str) else None
-    if cls is None:
-        raise ValueError(f"algo is {algo!r}; it must be one of {', '.join(ALGORITHMS)}")
+    name = str(algo).upper()
+    require(name in ALGORITHMS, f"algo is {algo!r}; it must be one of {', '.join(ALGORITHMS)}")
+    cls = ALGORITHMS[name]
     given = dict(arguments)
     for key, value in (init_hp or {}).items():
-        name = str(key).lower()
-        if name in given:
-            raise ValueError(f"init_hp holds {key!r}, but {name} is given already; leave one out")
-        given[name] = value
+        argument = str(key).lower()
+        require(
+            argument not in given,
+            f"init_hp holds {key!r}, but {argument} is given already; leave one out",
+        )
+        given[argument] = value
     allowed = set(cls.argument_names()) - {"hp_config", "index"}
     unknown = sorted(given.keys() - allowed)
-    if unknown:
-        raise ValueError(
-            f"{cls.__name__} takes no {', '.join(map(repr, unknown))}; init_hp and arguments "
-            f"must be among {', '.join(sorted(allowed))}"
-        )
+    require(
+        not unknown,
+        f"{cls.__name__} takes no {', '.join(map(repr, unknown))}; init_hp and arguments must be "
+        f"among {', '.join(sorted(allowed))}",
+    )
     return cls.population(population_size, hp_config=hp_config, **given)

@@ -25,11 +25,7 @@ def pin_argument(init: Callable[..., None], **pinned: Any) -> Callable[..., None
                 f"{name} is {kwargs[name]!r}, but {type(args[0]).__name__} pins it to "
                 f"{pinned[name]!r}; leave it out, or use GRPO"
             )
-        bound = visible.bind(*args, **kwargs)
-        self, *_ = bound.args
-        given = dict(bound.arguments)
-        given.pop("self")
-        init(self, **given, **pinned)
+        init(**visible.bind(*args, **kwargs).arguments, **pinned)
 
     pinned_init.__signature__ = visible  # type: ignore[attr-defined]
     return pinned_init
