@@ -55,7 +55,7 @@ def main() -> None:  # noqa: PLR0915 - one function on purpose, to be read top t
     # reference (for the KL).
     model, tokenizer = load_bundled_model()
     lora = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
-    policy = Policy(SharedBase.of(model), lora, separate_reference=True, seed=args.seed)
+    policy = Policy(SharedBase.of(model), {"actor": lora, "reference": lora}, seed=args.seed)
     optimizer = torch.optim.AdamW(policy.parameters("actor").values(), lr=5e-4, weight_decay=0.0)
     generator = HFGenerator(policy)
 

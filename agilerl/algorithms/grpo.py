@@ -272,7 +272,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         )
         batch = replace(batch, advantages=advantages, loss_mask=loss_mask)
 
-        self.engine.set_lr(self.lr)
+        self.engine.set_lr(list(self.learning_rates().values()))
         metrics = run_update(
             self.policy,
             self.engine,

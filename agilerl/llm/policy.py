@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -24,26 +24,39 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """One agent's adapters on a shared base."""
+    """One agent's adapters on a shared base.
+
+    Args:
+        base: The model; other policies may share it.
+        lora_configs: The adapter of each role. There is an ``"actor"``; a ``"reference"`` has the
+            actor's config and starts as a copy of it.
+        trained: The roles whose parameters require gradients while their adapter is active.
+        seed: Of the adapters' initial weights.
+    """
 
     def __init__(
-        self, base: SharedBase, lora_config: LoraConfig, *, separate_reference: bool, seed: int
+        self,
+        base: SharedBase,
+        lora_configs: Mapping[str, LoraConfig],
+        *,
+        trained: Collection[str] = ("actor",),
+        seed: int,
     ) -> None:
         self.base = base
-        self.lora_config = lora_config
+        self.lora_configs = dict(lora_configs)
+        self.trained = frozenset(trained)
         self.slots: dict[str, str] = {}
         self.role = "actor"
         self._decoder: nn.Module | None = None
-        # The same seed gives the same first adapter, whatever ran before.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.slots["actor"] = base.add_slot("actor", lora_config)
-            if separate_reference:
-                self.slots["reference"] = base.add_slot("reference", lora_config)
         # A policy that is dropped without release() must not leave its slots on the user's model.
         self._drop = weakref.finalize(self, _remove_slots, base, self.slots)
         self._drop.atexit = False
-        if separate_reference:
+        # The same seed gives the same adapters, whatever ran before.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for role, config in self.lora_configs.items():
+                self.slots[role] = base.add_slot(role, config)
+        if "reference" in self.slots:
             self.copy_role("actor", "reference")
         self.set_role("actor")
 
@@ -57,6 +70,15 @@ class Policy:
     def roles(self) -> list[str]:
         """The roles this policy has an adapter for."""
         return list(self.slots)
+
+    @property
+    def lora_config(self) -> LoraConfig:
+        """The actor's; set, it is that of every role."""
+        return self.lora_configs["actor"]
+
+    @lora_config.setter
+    def lora_config(self, config: LoraConfig) -> None:
+        self.lora_configs = dict.fromkeys(self.lora_configs, config)
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +100,7 @@ class Policy:
     def set_role(self, role: str) -> None:
         """Run the model with a role's adapter from now on; the first is the actor's.
 
-        Only the actor's parameters require gradients.
+        Of a trained role the parameters require gradients, those of all others do not.
 
         Raises:
             ValueError: For a role this policy does not have.
@@ -97,7 +119,7 @@ class Policy:
 
     def _activate(self, role: str | None) -> None:
         slot = None if role is None else self.slot(role)
-        self.base.activate(slot, trainable=role not in (None, "reference"))
+        self.base.activate(slot, trainable=role in self.trained)
 
     def parameters(self, role: str = "actor") -> dict[str, nn.Parameter]:
         """A role's parameters by name, the slot's name left out, in a fixed order."""
@@ -108,7 +130,7 @@ class Policy:
         adapters.copy_adapter(self.parameters(source), self.parameters(target))
 
     def release(self) -> None:
-        """Delete this policy's slots; the base goes with its last user."""
+        """Delete this policy's adapters; the last policy of a base leaves the plain model."""
         self._drop()
 
     def compile(self, mode: str | None) -> None:

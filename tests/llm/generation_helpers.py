@@ -15,7 +15,9 @@ EOS = 1
 
 def policy_of(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Policy:
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    policy = Policy(SharedBase.of(model.to(dtype)), lora, separate_reference=True, seed=0)
+    policy = Policy(
+        SharedBase.of(model.to(dtype)), dict.fromkeys(("actor", "reference"), lora), seed=0
+    )
     generator = torch.Generator().manual_seed(1)
     for parameter in policy.parameters("actor").values():
         parameter.data = (

@@ -29,9 +29,8 @@ def random_policy(
     scale: float = 0.1,
 ) -> Policy:
     """A policy in the model's dtype whose actor and reference differ, from the base too."""
-    policy = Policy(
-        SharedBase.of(model), config or lora(), separate_reference=separate_reference, seed=seed
-    )
+    roles = ("actor", "reference") if separate_reference else ("actor",)
+    policy = Policy(SharedBase.of(model), dict.fromkeys(roles, config or lora()), seed=seed)
     randomise_all(policy, seed=seed, scale=scale)
     return policy
 

@@ -249,7 +249,7 @@ class TestModelHeads:
         model = tiny_model(tie_word_embeddings=tied).double()
         base = SharedBase.of(model)
         lora = LoraConfig(r=3, target_modules=["q_proj", "lm_head"])
-        policy = Policy(base, lora, separate_reference=True, seed=0)
+        policy = Policy(base, dict.fromkeys(("actor", "reference"), lora), seed=0)
         rng = torch.Generator().manual_seed(0)
         for parameter in policy.parameters().values():
             parameter.data = torch.randn(parameter.shape, generator=rng, dtype=torch.float64)

@@ -88,7 +88,7 @@ def test_roles_compute_their_own_function_and_none_is_the_bare_base() -> None:
     model = tiny_model()
     batch = random_batch()
     config = PLAIN
-    plain = Policy(SharedBase.of(model), lora(), separate_reference=False, seed=0)
+    plain = Policy(SharedBase.of(model), {"actor": lora()}, seed=0)
     bare = plain.frozen_logprobs(batch, "actor", config)  # a fresh adapter computes nothing
     policy = random_policy(model)
     actor, reference = (policy.frozen_logprobs(batch, r, config) for r in policy.roles)
@@ -137,13 +137,14 @@ def test_releasing_the_last_policy_gives_back_a_plain_model() -> None:
 
 
 def test_the_same_seed_gives_the_same_adapter_whatever_ran_before() -> None:
-    first = Policy(SharedBase.of(tiny_model()), lora(), separate_reference=True, seed=3)
+    both = dict.fromkeys(("actor", "reference"), lora())
+    first = Policy(SharedBase.of(tiny_model()), both, seed=3)
     torch.rand(17)
     state = torch.get_rng_state()
     model = tiny_model()
     random_policy(model)
-    second = Policy(SharedBase.of(model), lora(), separate_reference=True, seed=3)
-    other = Policy(SharedBase.of(model), lora(), separate_reference=True, seed=4)
+    second = Policy(SharedBase.of(model), both, seed=3)
+    other = Policy(SharedBase.of(model), both, seed=4)
     assert torch.equal(torch.get_rng_state(), state)
     assert same_bits(bits(first), bits(second))
     assert not same_bits(bits(first), bits(other))
@@ -180,9 +181,7 @@ def test_dropping_a_policy_leaves_the_active_adapter_alone() -> None:
 def test_a_slot_name_inside_another_mixes_nothing_up() -> None:
     """Slots count up, so that one's name is soon the beginning of another's: actor_1, actor_10."""
     model = tiny_model(layers=1)
-    policies = [
-        Policy(SharedBase.of(model), lora(r=1), separate_reference=False, seed=i) for i in range(12)
-    ]
+    policies = [Policy(SharedBase.of(model), {"actor": lora(r=1)}, seed=i) for i in range(12)]
     owners = [
         {id(p) for p in adapter_parameters(policy.model, policy.slot("actor")).values()}
         for policy in policies
@@ -195,7 +194,7 @@ def test_a_slot_name_inside_another_mixes_nothing_up() -> None:
 
 def test_the_base_keeps_its_dtype() -> None:
     model = tiny_model(dtype=torch.bfloat16)
-    policy = Policy(SharedBase.of(model), lora(), separate_reference=True, seed=0)
+    policy = Policy(SharedBase.of(model), dict.fromkeys(("actor", "reference"), lora()), seed=0)
     assert {p.dtype for n, p in model.named_parameters() if "lora_" not in n} == {torch.bfloat16}
     logp = policy.frozen_logprobs(random_batch(), "actor", PLAIN)
     assert logp.dtype == torch.float32

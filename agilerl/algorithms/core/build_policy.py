@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -50,8 +51,20 @@ class PretrainedAdapter:
 _unwrapped: WeakKeyDictionary[PeftModel, PretrainedAdapter] = WeakKeyDictionary()
 
 
-def build_policy(agent: LLMArguments, network: PreTrainedModel | PeftModel | None) -> Policy:
-    """The agent's adapters on ``network``, or on the model that its arguments name.
+def build_policy(
+    agent: LLMArguments,
+    network: PreTrainedModel | PeftModel | None,
+    adapter_configs: Callable[[LoraConfig], Mapping[str, LoraConfig]],
+    trained: Collection[str],
+) -> Policy:
+    """The agent's adapters on a shared base.
+
+    Args:
+        agent: Its arguments.
+        network: The base, or a PEFT model whose adapter is where actor and reference start; None:
+            the model that the arguments name.
+        adapter_configs: From the actor's LoRA config to every role's.
+        trained: The roles that are trained.
 
     Raises:
         TypeError: The network carries an adapter that is not LoRA.
@@ -80,12 +93,12 @@ def build_policy(agent: LLMArguments, network: PreTrainedModel | PeftModel | Non
         )
     policy = Policy(
         base,
-        lora_config,
-        separate_reference=agent.use_separate_reference_adapter,
+        adapter_configs(lora_config),
+        trained=trained,
         seed=agent.seed,
     )
     if pretrained is not None:
-        for role in policy.roles:
+        for role in [role for role in ("actor", "reference") if role in policy.slots]:
             load_adapter(policy, role, pretrained.tensors, pretrained.config)
     return policy
 

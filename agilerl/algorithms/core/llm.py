@@ -34,6 +34,7 @@ from agilerl.typing import ActionResult, ReasoningPrompts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from peft import LoraConfig
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
             self.device = self.accelerator.device
         # Accelerate numbers CPUs, tensors do not.
         self.device = str(self.device).replace("cpu:0", "cpu")
-        self.policy = build_policy(self, network)
+        self.policy = build_policy(self, network, self.adapter_configs, self.learning_rates())
         self.lora_config = self.policy.lora_config
         self.generator = build_generator(self.policy)
         ranks = ranks_of(self.accelerator)
@@ -94,9 +95,32 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def adapter_configs(self, actor: LoraConfig) -> dict[str, LoraConfig]:
+        """The LoRA config of every role, in the order in which the adapters are made.
+
+        An algorithm with another adapter, such as a critic, overrides this, and
+        :meth:`learning_rates` if the adapter is trained.
+
+        Args:
+            actor: The actor's.
+        """
+        reference = {"reference": actor} if self.use_separate_reference_adapter else {}
+        return {"actor": actor, **reference}
+
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rate of every trained role, from the attributes as they are now.
+
+        Each is a parameter group of the optimizer.
+        """
+        return {"actor": self.lr}
+
     def _build_engine(self) -> LocalEngine:
+        groups = [
+            {"params": list(self.policy.parameters(role).values()), "lr": lr}
+            for role, lr in self.learning_rates().items()
+        ]
         return build_engine(
-            self.policy.parameters().values(),
+            groups,
             self.lr,
             self.cosine_lr_schedule_config,
             self.accelerator if self.wrap else None,
@@ -207,7 +231,7 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW over this agent's actor adapter."""
+        """AdamW over this agent's trained adapters, a parameter group each."""
         return self.engine.optimizer
 
     @property
@@ -239,10 +263,12 @@ class LLMAlgorithm(LLMArguments, EvolvableAlgorithm):
 
         On an agent's optimizer it stays, as the peak of the agent's schedule where that has one,
         until ``agent.lr`` is changed; copies and resumed runs have it too.
-        Of an actor/critic pair ``lr`` the actor's is used. Returns the accelerator as it is, and
-        the scheduler (None without a config).
+        Of an actor/critic pair ``lr`` the first is the actor's, the second that of all other
+        trained adapters. Returns the accelerator as it is, and the scheduler (None without a
+        config).
         """
-        set_learning_rate(optimizer, lr[0] if isinstance(lr, tuple) else lr)
+        actor, others = lr if isinstance(lr, tuple) else (lr, lr)
+        set_learning_rate(optimizer, [actor] + [others] * (len(optimizer.param_groups) - 1))
         return accelerator, None if scheduler_config is None else cosine_schedule(
             optimizer, scheduler_config
         )

@@ -155,7 +155,7 @@ class LocalEngine:
 
     def _schedule_state(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"scheduler": scheduler, "lr": list(self.lrs)}
+        return {"scheduler": scheduler, "lr": self.lrs[0] if len(self.lrs) == 1 else self.lrs}
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep_lr: bool = False) -> None:
         """Restore what :meth:`state_dict` of any engine gave.
@@ -214,6 +214,6 @@ class LocalEngine:
 def _last_set_rates(state: Mapping[str, Any]) -> list[float]:
     """The learning rates that a saved engine had last taken over, by parameter group."""
     groups = state["optimizer"]["param_groups"]
-    # States of earlier versions have one number or none.
+    # Of a single group it is a number, and states of earlier versions have none.
     lrs = state.get("lr", [group.get("initial_lr", group["lr"]) for group in groups])
     return list(lrs) if isinstance(lrs, Sequence) else [lrs]
