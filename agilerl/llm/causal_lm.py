@@ -9,7 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from agilerl.llm.engine.partition_checks import full_shape
-from agilerl.llm.probes import equal_up_to_rounding
 
 
 @dataclass(frozen=True)
@@ -118,3 +117,15 @@ def context_length(model: PreTrainedModel) -> int:
             "max_model_len is None and the model's config names no context length; it must be set"
         )
     return int(length)
+
+
+def equal_up_to_rounding(made: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two results of the same computation differ by no more than rounding explains.
+
+    Relative to the largest value; by the dtype of ``expected``. NaN equals nothing.
+    """
+    if made.shape != expected.shape:
+        return False
+    tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 5e-2
+    largest = expected.abs().max().clamp(min=1e-6)
+    return bool((made - expected).abs().max() <= tolerance * largest)

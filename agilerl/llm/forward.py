@@ -21,8 +21,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agilerl.llm.batch import TrainBatch
+from agilerl.llm.causal_lm import equal_up_to_rounding
 from agilerl.llm.config import ForwardConfig
-from agilerl.llm.probes import equal_up_to_rounding
 
 logger = logging.getLogger(__name__)
 

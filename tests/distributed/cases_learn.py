@@ -377,7 +377,7 @@ def deepspeed_settings(accelerator: Any) -> dict[str, Any]:
         agent = make_agent(accelerator, micro_batch_size_per_gpu=None)
         agent.clone()
     result["warnings"] = [str(w.message) for w in caught if "no effect" in str(w.message)]
-    result["update"], result["forward"] = agent.update_config(), agent.forward_config()
+    result["update"] = agent.update_config()
     config["zero_optimization"]["offload_param"] = {"device": "nvme"}
     try:
         make_agent(accelerator)

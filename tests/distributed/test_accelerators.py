@@ -35,7 +35,7 @@ def test_one_process_with_an_accelerator_is_as_without(accelerator: Accelerator)
 
 def test_accumulation_steps_count_without_a_micro_batch_size(accelerator: Accelerator) -> None:
     agent = make_agent(accelerator, batch_size=10, micro_batch_size_per_gpu=None)
-    assert agent.update_config().micro_batch_size == agent.forward_config().micro_batch_size == 3
+    assert agent.update_config().micro_batch_size == 3
     agent.micro_batch_size_per_gpu = 64
     assert agent.update_config().micro_batch_size == 10
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from model_families import FAMILIES, make_family
 
-from agilerl.llm.causal_lm import check_head, find_head
+from agilerl.llm.causal_lm import check_head, equal_up_to_rounding, find_head
 from agilerl.llm.shared_base import SharedBase
 from agilerl.testing import tiny_model
 
@@ -32,3 +33,24 @@ def test_a_head_with_an_unknown_scale_is_refused() -> None:
     model.forward = scaled
     with pytest.raises(ValueError, match=r"GraniteForCausalLM.*not supported"):
         SharedBase.of(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "small", "large"),
+    [(torch.float32, 1e-4, 1e-2), (torch.bfloat16, 2e-2, 2e-1)],
+)
+def test_differences_are_judged_by_the_dtype(
+    dtype: torch.dtype, small: float, large: float
+) -> None:
+    expected = torch.tensor([0.0, 1.0, -50.0], dtype=dtype)
+    change = torch.tensor([50.0, 0.0, 0.0], dtype=dtype)
+    assert equal_up_to_rounding(expected + small * change, expected)
+    assert not equal_up_to_rounding(expected + large * change, expected)
+
+
+def test_nothing_equals_nan_or_another_shape() -> None:
+    ones = torch.ones(3)
+    assert not equal_up_to_rounding(ones * torch.nan, ones)
+    assert not equal_up_to_rounding(ones, ones * torch.nan)
+    assert not equal_up_to_rounding(ones, torch.ones(1))
+    assert equal_up_to_rounding(torch.zeros(3), torch.zeros(3))

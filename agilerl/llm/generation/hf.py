@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from agilerl.llm.causal_lm import equal_up_to_rounding
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation import Completions
 from agilerl.llm.generation.decode import (
@@ -35,7 +36,6 @@ from agilerl.llm.generation.merged_weights import rollout_head, rollout_weights
 from agilerl.llm.generation.prefix_cache import PrefixCache, id_bytes
 from agilerl.llm.generation.uniforms import Uniforms
 from agilerl.llm.policy import Policy
-from agilerl.llm.probes import equal_up_to_rounding
 
 _NO_CACHE = (
     "{} cannot be continued from keys and values alone (linear attention, Mamba and other "
