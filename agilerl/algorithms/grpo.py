@@ -45,39 +45,43 @@ if TYPE_CHECKING:
 class GRPO(GRPOArguments, LLMAlgorithm):
     """Group Relative Policy Optimization, https://arxiv.org/abs/2402.03300.
 
-    Each prompt is answered ``group_size`` times; a completion's advantage is its reward relative to
-    its group. The objective is a choice: ``loss_type`` ``"grpo"`` (clipped surrogate, token
-    ratios), ``"gspo"`` (the same with one ratio per trajectory) or ``"cispo"`` (clamped, detached
-    ratio times log-prob).
+    Each prompt is completed ``group_size`` times; a completion's advantage is its reward relative
+    to its group. ``loss_type`` selects the objective: ``"grpo"`` (clipped surrogate with a ratio
+    per token), ``"gspo"`` (the same with one ratio per trajectory) or ``"cispo"`` (clamped,
+    detached ratio times log-prob).
 
     Args:
-        pad_token_id: Token that fills rows; may be the end-of-sequence token.
-        pad_token: The same as text.
-        model_name: Name or path for ``AutoModelForCausalLM.from_pretrained``; or pass
-            ``actor_network``.
-        actor_network: A causal language model. It is frozen and may be given to several agents,
-            which share it. A PeftModel's LoRA adapter is taken off it: actor and reference start
-            from it.
-        model_config: Keyword arguments of ``from_pretrained``.
-        hp_config: Hyperparameters that evolution may mutate.
+        pad_token_id: Id of the padding token; may be that of the end-of-sequence token.
+        pad_token: The same token as text.
+        model_name: Name or path for ``AutoModelForCausalLM.from_pretrained``, if ``actor_network``
+            is not given.
+        actor_network: A causal language model. It is frozen, and several agents may be given the
+            same object and share it. The LoRA adapter of a PeftModel is removed from it: actor and
+            reference start from that adapter.
+        model_config: Keyword arguments for ``from_pretrained``.
+        hp_config: Hyperparameters that evolution may mutate, with their limits: of ``lr``,
+            ``beta``, ``clip_coef``, ``group_size``, ``batch_size``, ``micro_batch_size_per_gpu``,
+            ``update_epochs``, ``temperature``, ``max_grad_norm``, ``adv_clip_range`` and
+            ``vllm_importance_sampling_cap``.
         index: Place in a population.
         batch_size: Sequences per optimizer step, over all processes: a multiple of their number.
-        beta: Weight of the KL penalty towards the reference policy; 0 spares the reference pass.
+        beta: Weight of the KL penalty towards the reference policy; with 0 the reference forward is
+            skipped.
         lr: Learning rate of AdamW.
         clip_coef: c clips the ratio to ``[1 - c, 1 + c]``; a tuple is the absolute band
-            ``(lo, hi)``. For CISPO use ``(0.0, 5.0)``: a positive lower bound lifts tokens that the
-            policy has moved away from.
-        max_grad_norm: Gradients are clipped to this norm.
+            ``(lo, hi)``. For CISPO use ``(0.0, 5.0)``: a positive lower bound raises the weight of
+            tokens that have become less likely.
+        max_grad_norm: Norm to which gradients are clipped.
         update_epochs: Passes over each batch of rollouts.
-        group_size: Completions per prompt.
+        group_size: Completions per prompt, at least 2: advantages are relative to the group.
         temperature: Sampling temperature; training uses the same scaled distribution.
         repetition_penalty: 1.0: off.
         top_p: Nucleus sampling; 1.0: off.
-        top_k: Most likely tokens to sample from; 0 or None: off.
-        min_p: Least probability relative to the most likely token; 0.0: off.
-        use_memory_efficient_params: Only matters with colocated vLLM.
+        top_k: Number of most likely tokens to sample from; 0 or None: off.
+        min_p: Lowest probability of a token, relative to the most likely one; 0.0: off.
+        use_memory_efficient_params: No effect without colocated vLLM.
         calc_position_embeddings: Pass position ids to the model. False for models that take none:
-            prompts are then only batched with others of their length.
+            then only prompts of equal length are batched.
         micro_batch_size_per_gpu: Sequences per forward and backward of a process; None: its share
             of ``batch_size``, over the accelerator's gradient accumulation steps.
         max_output_tokens: Longest completion, in tokens; None: up to ``max_model_len``.
@@ -90,9 +94,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         accelerator: Trains over its processes: by summing gradients, or with its DeepSpeed plugin's
             ZeRO stage 0, 1, 2 or 3. It also decides the device. None: a single process.
         device: Where the model runs, without an accelerator.
-        wrap: Train over the accelerator's processes at once; otherwise after
+        wrap: Train over the accelerator's processes from the start; False: only after
             :meth:`~agilerl.algorithms.core.llm.LLMAlgorithm.wrap_models`.
-        clone: Whether this agent is made as a clone.
+        clone: Set by ``clone()``: warnings about arguments are not repeated.
         use_vllm: Not supported yet.
         vllm_config: Not supported yet.
         seed: Seeds adapter initialisation, sampling and mini-batch order.
@@ -104,32 +108,34 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         adv_norm: ``"mean_std"`` or ``"mean_only"`` within groups.
         loss_type: ``"grpo"``, ``"gspo"`` or ``"cispo"``.
         importance_sampling_level: Unit over which the log-ratio is averaged: ``"token"``,
-            ``"turn"``, ``"trajectory"``; None: by loss type.
-        advantage_granularity: ``"trajectory"``, ``"turn"``, or ``"auto"``: turn exactly if the
-            ratio is per turn.
+            ``"turn"`` or ``"trajectory"``; None: trajectory for gspo, else token.
+        advantage_granularity: Unit that advantages are computed for: ``"trajectory"``, ``"turn"``,
+            or ``"auto"``: turn if the ratio is per turn, else trajectory.
         action_granularity: Deprecated alias of ``advantage_granularity``.
-        use_separate_reference_adapter: The reference policy is an adapter of its own that
-            :meth:`~agilerl.algorithms.core.llm.LLMAlgorithm.set_reference_policy` moves; False: the
-            bare base, which stays.
-        whiten_advantages: Zero mean and unit std over all trained tokens.
-        adv_clip_range: Clamp advantages to ± this.
-        filter_zero_adv: Leave out tokens with ``|advantage| <= adv_filter_eps``, in loss, KL and
-            normalisers.
+        use_separate_reference_adapter: Keep the reference policy as an adapter of its own, which
+            :meth:`~agilerl.algorithms.core.llm.LLMAlgorithm.set_reference_policy` updates; False:
+            the reference is the base model without adapter, which never changes.
+        whiten_advantages: Normalise advantages to zero mean and unit std over all trained tokens.
+        adv_clip_range: Clamp advantages to ± this; None: off.
+        filter_zero_adv: Leave out tokens with ``|advantage| <= adv_filter_eps``: of the loss, the
+            KL and their normalisers.
         adv_filter_eps: See ``filter_zero_adv``.
-        reduce_memory_peak: No effect.
-        use_fused_linear_logprobs: No effect, log-probs are always tiled.
-        cast_logprobs_to_fp32: Reduce over the vocabulary in float32.
-        fused_logprobs_chunk_rows: Rows per logit tile; None: auto.
+        reduce_memory_peak: No effect: see ``micro_batch_size_per_gpu``.
+        use_fused_linear_logprobs: No effect: log-probs are always computed in tiles.
+        cast_logprobs_to_fp32: Compute the log-softmax over the vocabulary in float32.
+        fused_logprobs_chunk_rows: Tokens per logit tile; None: chosen by the vocabulary's size.
         quantization_config: Not supported yet.
         activation_offload: Not supported yet.
-        lora_target_scope: Module path, such as ``"language_model"``, that adapters are confined to.
+        lora_target_scope: Confine adapters to modules under this path, e.g. ``"language_model"``.
         fused_loss_chunk_rows: Not supported yet.
-        vllm_importance_sampling_correction: Weight tokens by trainer / sampler probability when
-            ``learn`` gets the sampler's log-probs.
-        vllm_importance_sampling_cap: Upper clamp on that weight.
+        vllm_importance_sampling_correction: Weight tokens by the ratio of the trainer's to the
+            sampler's probability, where ``learn`` is given the sampler's log-probs.
+        vllm_importance_sampling_cap: Upper bound of that weight; ``float("inf")``: none.
         use_sequence_packing: Not supported yet.
-        loss_reduction: ``"sequence"``, ``"token"``, ``"constant"`` or ``"sum"``; None: token for
-            cispo, else sequence.
+        loss_reduction: What the loss is averaged over: ``"sequence"`` (the mean over sequences of
+            each one's mean), ``"token"`` (the mean over all tokens), ``"constant"`` (divided by
+            sequences times ``max_output_tokens``) or ``"sum"``; None: token for cispo, else
+            sequence.
 
     Raises:
         ValueError: For a value out of range, named with what is allowed.
