@@ -95,7 +95,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             ZeRO stage 0, 1, 2 or 3. It also decides the device. None: a single process.
         device: Where the model runs, without an accelerator.
         wrap: Train over the accelerator's processes from the start; False: only after
-            :meth:`~agilerl.algorithms.core.llm.LLMAlgorithm.wrap_models`.
+            :meth:`wrap_models`.
         clone: Set by ``clone()``: warnings about arguments are not repeated.
         use_vllm: Not supported yet.
         vllm_config: Not supported yet.
@@ -113,8 +113,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             or ``"auto"``: turn if the ratio is per turn, else trajectory.
         action_granularity: Deprecated alias of ``advantage_granularity``.
         use_separate_reference_adapter: Keep the reference policy as an adapter of its own, which
-            :meth:`~agilerl.algorithms.core.llm.LLMAlgorithm.set_reference_policy` updates; False:
-            the reference is the base model without adapter, which never changes.
+            :meth:`set_reference_policy` updates; False: the reference is the base model without
+            adapter, which never changes.
         whiten_advantages: Normalise advantages to zero mean and unit std over all trained tokens.
         adv_clip_range: Clamp advantages to ± this; None: off.
         filter_zero_adv: Leave out tokens with ``|advantage| <= adv_filter_eps``: of the loss, the

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from agilerl.checks import COUNT, require
 from agilerl.llm_envs.episodes import evaluate_episodes
-from agilerl.typing import ActionResult, EvaluableEnv, Evaluation, MultiTurnEnv, ReasoningPrompts
-
-if TYPE_CHECKING:
-    from agilerl.algorithms.core.llm import LLMAlgorithm
+from agilerl.typing import Act, EvaluableEnv, Evaluation, MultiTurnEnv
 
 
-def evaluate(agent: LLMAlgorithm, env: Any, loop: int) -> torch.Tensor:
-    """Greedy rewards ``(N,)`` float32 on the CPU: of this process's share, ``loop`` times over.
+def evaluate(env: Any, act: Act, loop: int) -> torch.Tensor:
+    """Rewards ``(N,)`` float32 on the CPU: of this process's share, ``loop`` times over.
+
+    Args:
+        env: What is evaluated on.
+        act: Answers prompts, greedily.
+        loop: How many times to go through the held-out data.
 
     Raises:
         TypeError: If the environment cannot be evaluated, or ``loop`` is no integer.
@@ -30,14 +32,10 @@ def evaluate(agent: LLMAlgorithm, env: Any, loop: int) -> torch.Tensor:
         TypeError,
     )
 
-    def act(prompts: list[ReasoningPrompts]) -> ActionResult:
-        return agent.get_action(prompts, training=False)
-
-    with agent.rollout():  # the adapter is merged once for all answers
-        if isinstance(env, EvaluableEnv):
-            evaluation = env.evaluate(act, loop)
-        else:
-            evaluation = evaluate_episodes(env, act, range(loop))
+    if isinstance(env, EvaluableEnv):
+        evaluation = env.evaluate(act, loop)
+    else:
+        evaluation = evaluate_episodes(env, act, range(loop))
     require(
         isinstance(evaluation, Evaluation),
         f"evaluate of {type(env).__name__} returned a {type(evaluation).__name__}; it must be an "
