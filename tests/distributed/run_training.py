@@ -10,6 +10,7 @@ iteration 2. ``reasoning:die`` is a run of its own, in whose iteration 2 rank 1 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import sys
 import time
@@ -93,6 +94,9 @@ def on_a_full_disk(run: Path, accelerator: Any) -> None:
 
 def go_on(folder: Path, runs: list[str]) -> None:
     """As a user's script does, which is started again after an interruption."""
+    # What is registered first is run last. One write: all processes have the same pipe.
+    group = torch.distributed.is_initialized
+    atexit.register(lambda: print(f"group of rank {RANK} at exit: {group()}\n", end=""))
     interruptions = {"pause": Pause(folder, iteration=2), "die": Die(folder, iteration=2)}
     accelerator = create_llm_accelerator(cpu=True)
     for each in runs:

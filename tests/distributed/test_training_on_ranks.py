@@ -211,9 +211,10 @@ def test_sigterm_to_the_launcher(stopped: tuple[Path, list[Ended]], exact: Path)
 
 
 def test_sigterm_to_one_process(stopped: tuple[Path, list[Ended]], exact: Path) -> None:
-    """All of them stop together, and there is no error anywhere."""
+    """All of them stop together, part from each other, and there is no error anywhere."""
     folder, (_, ended, _) = stopped
     assert_saved(ended, folder / "multi_turn")
+    assert [f"group of rank {rank} at exit: False" in ended.output for rank in (0, 1)] == [True] * 2
     assert ended.code == 0
     assert_same(folder / "multi_turn", exact / "ddp_multi_turn_whole")
 

@@ -40,44 +40,65 @@ def test_length(script: str, lines: int) -> None:
     assert len((EXAMPLES / script).read_text().splitlines()) <= lines
 
 
-@pytest.mark.process
-def test_from_scratch(tmp_path: Path) -> None:
-    output = run("grpo_from_scratch.py", "--steps", "2", cwd=tmp_path)
-    assert "held-out accuracy after" in output
+def run_here(script: Path, *arguments: str, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``python script arguments`` in the folder, without importing everything anew."""
+    monkeypatch.chdir(cwd)
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.slow
+def test_from_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = EXAMPLES / "grpo_from_scratch.py"
+    run_here(script, "--steps", "2", cwd=tmp_path, monkeypatch=monkeypatch)
+    assert "held-out accuracy after" in capsys.readouterr().out
 
 
 def test_basic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     source = (EXAMPLES / "grpo_basic.py").read_text()
     shorter = tmp_path / "grpo_basic.py"
     shorter.write_text(re.sub(r"max_steps=[^,]+", "max_steps=64", source))
-    runpy.run_path(str(shorter), run_name="__main__")
+    run_here(shorter, cwd=tmp_path, monkeypatch=monkeypatch)
     assert "held-out accuracy" in capsys.readouterr().out
     assert (tmp_path / "runs" / "basic_checkpoint" / "actor").is_dir()
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo"])
-def test_reasoning(algorithm: str, tmp_path: Path) -> None:
-    output = run(
-        "grpo_reasoning.py", "--algorithm", algorithm, "--iterations", "2", "--quiet", cwd=tmp_path
-    )
-    folder = tmp_path / "demo_output" / f"{algorithm}-seed0"
-    assert (folder / "learning_curve.png").stat().st_size > 5_000
-    assert (folder / "run" / "metrics.csv").is_file()
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder in which the demonstration ran as a program, and what it printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    return folder, run("grpo_reasoning.py", "--iterations", "2", "--quiet", cwd=folder)
+
+
+def assert_demo_output(folder: Path, algorithm: str, output: str) -> None:
+    written = folder / "demo_output" / f"{algorithm}-seed0"
+    assert (written / "learning_curve.png").stat().st_size > 5_000
+    assert (written / "run" / "metrics.csv").is_file()
     assert "held-out accuracy" in output
 
 
+@pytest.mark.slow
 @pytest.mark.process
-def test_command_for_the_adapter_works_without_this_library(tmp_path: Path) -> None:
-    output = run("grpo_reasoning.py", "--iterations", "1", "--quiet", cwd=tmp_path)
+@pytest.mark.xdist_group("demo")
+def test_reasoning(demo: tuple[Path, str]) -> None:
+    folder, output = demo
+    assert_demo_output(folder, "grpo", output)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.xdist_group("demo")
+def test_command_for_the_adapter_works_without_this_library(demo: tuple[Path, str]) -> None:
+    folder, output = demo
     command = output[output.index("python - <<") :].replace("python -", f"{sys.executable} -", 1)
     assert "agilerl.algorithms" not in command
     result = subprocess.run(
         ["bash", "-c", command],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=300,
@@ -87,9 +108,27 @@ def test_command_for_the_adapter_works_without_this_library(tmp_path: Path) -> N
     assert result.stdout.strip()
 
 
-@pytest.mark.process
-def test_guess_the_number(tmp_path: Path) -> None:
-    output = run("multiturn_guess_the_number.py", "--iterations", "1", "--quiet", cwd=tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["gspo", "cispo"])
+def test_reasoning_with_other_algorithms(
+    algorithm: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("--algorithm", algorithm, "--iterations", "2", "--quiet")
+    script = EXAMPLES / "grpo_reasoning.py"
+    run_here(script, *arguments, cwd=tmp_path, monkeypatch=monkeypatch)
+    assert_demo_output(tmp_path, algorithm, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_guess_the_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = EXAMPLES / "multiturn_guess_the_number.py"
+    run_here(script, "--iterations", "1", "--quiet", cwd=tmp_path, monkeypatch=monkeypatch)
+    output = capsys.readouterr().out
     folder = tmp_path / "demo_output" / "guess-the-number-seed0"
     assert (folder / "learning_curves.png").stat().st_size > 5_000
     for credit in ("trajectory", "turn"):
@@ -100,14 +139,27 @@ def test_guess_the_number(tmp_path: Path) -> None:
     assert re.search(r"random player +0\.\d+ +0\.\d+", output)
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("processes", [1, 2])
-def test_distributed(processes: int, tmp_path: Path) -> None:
-    launcher: tuple[str, ...] = ()
-    if processes > 1:
-        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
-    arguments = ("--zero-stage", "2", "--iterations", "1", "--quiet")
-    output = run("grpo_distributed.py", *arguments, cwd=tmp_path, launcher=launcher)
+DISTRIBUTED = ("--zero-stage", "2", "--iterations", "1", "--quiet")
+
+
+def assert_distributed_output(folder: Path, processes: int, output: str) -> None:
     assert output.count("held-out accuracy") == 1
     assert f"{processes} process(es)" in output
-    assert (tmp_path / "demo_output" / "distributed" / "metrics.csv").is_file()
+    assert (folder / "demo_output" / "distributed" / "metrics.csv").is_file()
+
+
+@pytest.mark.slow
+def test_distributed_on_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = EXAMPLES / "grpo_distributed.py"
+    run_here(script, *DISTRIBUTED, cwd=tmp_path, monkeypatch=monkeypatch)
+    assert_distributed_output(tmp_path, 1, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_distributed_on_two_processes(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    output = run("grpo_distributed.py", *DISTRIBUTED, cwd=tmp_path, launcher=launcher)
+    assert_distributed_output(tmp_path, 2, output)
