@@ -19,6 +19,12 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+import torch
+
+_SHOWN_CHARACTERS = 500
+_LARGEST_FLOAT32 = float(torch.finfo(torch.float32).max)
+
 _warned: set[tuple[str, Hashable]] = set()
 
 
@@ -26,6 +32,40 @@ def require(holds: bool, message: str, error: type[Exception] = ValueError) -> N
     """Raise ``error`` with ``message`` unless a condition holds."""
     if not holds:
         raise error(message)
+
+
+def shorten(value: Any) -> str:
+    """``repr(value)``, cut to a length that fits into a message."""
+    text = repr(value)
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
+
+
+def finite_number(what: str, value: Any, remedy: str) -> float:
+    """What a user's function returned, as a float that float32 can hold.
+
+    Args:
+        what: Starts the message, such as ``"reward_fn returned"``.
+        value: A number; 0-d tensors and numpy scalars count as such.
+        remedy: Ends the message.
+
+    Raises:
+        TypeError: Not one real number.
+        ValueError: NaN, infinite or beyond float32.
+    """
+    number = value
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic) and value.ndim == 0:
+        number = value.item()
+    if not isinstance(number, Real):
+        raise TypeError(f"{what} {shorten(value)} of type {type(value).__name__}; {remedy}")
+    # Compared before the conversion, which fails on an int beyond any float; no NaN is <= anything.
+    size: Any = abs(number)
+    require(
+        size <= _LARGEST_FLOAT32,
+        f"{what} {shorten(value)}, which is not a finite float32; {remedy}",
+    )
+    return float(number)
 
 
 def warn_once(logger: logging.Logger, message: str, *args: Any, per: Hashable = None) -> None:
@@ -110,7 +150,7 @@ class InstanceOf:
         """Raise TypeError unless ``value`` is one."""
         if not (value is None and self.optional) and not isinstance(value, self.kind):
             also = " or None" if self.optional else ""
-            raise TypeError(f"{name} is {value!r}; it must be {self.description}{also}")
+            raise TypeError(f"{name} is {shorten(value)}; it must be {self.description}{also}")
 
 
 FLAG = InstanceOf(bool, "True or False", optional=False)

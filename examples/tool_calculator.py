@@ -15,9 +15,8 @@ from agilerl.llm_envs import (
     SyncMultiTurnVecEnv,
     TokenObservationWrapper,
     ToolEnv,
-    calculator,
 )
-from agilerl.testing import byte_tokenizer
+from agilerl.testing import byte_tokenizer, calculator
 
 
 def make_task(seed: int | None) -> dict[str, str]:

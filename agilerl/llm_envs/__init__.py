@@ -2,14 +2,13 @@
 
 * :class:`ReasoningGym`: one answer per question, from a dataset and a reward function.
 * :class:`TokenObservationWrapper`: a text environment over several turns, as token ids.
-* :class:`SyncMultiTurnVecEnv`: many of these at a time, in threads; yields :class:`Episodes`.
+* :class:`SyncMultiTurnVecEnv`: many of these at a time, in threads; returns :class:`Episodes`.
 * :class:`ToolEnv`: a text environment in which questions are answered with tools.
-* :class:`RewardPool`: runs a reward function, sync or async, concurrently and with a time limit.
+* :class:`RewardPool`: runs a reward function, sync or async, concurrently and with a timeout.
 """
 
 from __future__ import annotations
 
-from agilerl.llm_envs.arithmetic import calculator
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.reasoning import ReasoningGym
 from agilerl.llm_envs.rewards import RewardError, RewardFunction, RewardPool
@@ -32,5 +31,4 @@ __all__ = [
     "SyncMultiTurnVecEnv",
     "TokenObservationWrapper",
     "ToolEnv",
-    "calculator",
 ]

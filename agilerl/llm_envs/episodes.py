@@ -1,14 +1,16 @@
-"""What a batch of multi-turn episodes yields, and the record of one episode under way."""
+"""Episodes of several turns: under way, played together, and as the training rows they become."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 
-from agilerl.llm_envs.base import finite_number, shorten
+from agilerl.checks import InstanceOf, finite_number, require, shorten
 from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
 
 
@@ -104,14 +106,13 @@ class Episode:
 
     def start(self, outcome: Any) -> None:
         """Take what ``reset`` returned."""
-        if not isinstance(outcome, tuple | list) or len(outcome) != 2:
-            raise TypeError(f"reset must return (prompt, info), got {shorten(outcome)}")
-        self.prompt = _checked_prompt("reset", outcome[0])
-        self.info = _checked_info("reset", outcome[1])
+        prompt, info = unpacked("reset", outcome, ("prompt", "info"))
+        self.prompt = _checked_prompt("reset", prompt)
+        self.info = _checked_info("reset", info)
         self.first_prompt = str(self.prompt.get("text", ""))
 
     def act(self, completion_ids: torch.Tensor, logps: torch.Tensor | None) -> None:
-        """Note the answer to the prompt: ``(1, T)`` ids, prompt included."""
+        """Count the answer to the prompt: ``(1, T)`` ids, prompt included."""
         assert self.prompt is not None
         self.turns += 1
         self.generated_tokens += completion_ids.shape[1] - self.prompt["input_ids"].shape[1]
@@ -119,43 +120,43 @@ class Episode:
 
     def advance(self, outcome: Any, max_turns: int | None) -> None:
         """Take what ``step`` returned; the episode ends after ``max_turns`` at the latest."""
-        names = "(prompt, reward, terminated, truncated, info)"
-        if not isinstance(outcome, tuple | list) or len(outcome) != 5:
-            raise TypeError(f"step must return {names}, got {shorten(outcome)}")
-        remedy = f"step must return {names}"
-        self.rewards.append(finite_number("step returned the reward", outcome[1], remedy))
-        self.info = _checked_info("step", outcome[4])
-        terminated = finite_number("step returned terminated =", outcome[2], remedy) != 0
-        self.truncated = finite_number("step returned truncated =", outcome[3], remedy) != 0
-        if not (terminated or self.truncated) and self.turns == max_turns:
+        names = ("prompt", "reward", "terminated", "truncated", "info")
+        prompt, reward, terminated, truncated, info = unpacked("step", outcome, names)
+        remedy = f"step must return ({', '.join(names)})"
+        self.rewards.append(finite_number("step returned the reward", reward, remedy))
+        self.info = _checked_info("step", info)
+        done = finite_number("step returned terminated =", terminated, remedy) != 0
+        self.truncated = finite_number("step returned truncated =", truncated, remedy) != 0
+        if not (done or self.truncated) and self.turns == max_turns:
             self.truncated = True
             self.info["truncation_reason"] = "max_turns"
-        done = terminated or self.truncated
-        self.prompt = None if done else _checked_prompt("step", outcome[0])
+        over = done or self.truncated
+        self.prompt = None if over else _checked_prompt("step", prompt)
 
     def finish(self, outcome: Any) -> None:
         """Take what ``get_episode_data`` returned, and the transcript."""
         data, self.transcript = outcome
-        if not isinstance(data, tuple | list) or len(data) != 4:
-            expected = "(token_ids, action_mask, turn_ids, turn_rewards)"
-            raise TypeError(f"get_episode_data must return {expected}, got {shorten(data)}")
-        if not all(isinstance(tensor, torch.Tensor) for tensor in data):
-            kinds = [type(tensor).__name__ for tensor in data]
-            raise TypeError(f"get_episode_data must return four tensors, got {kinds}")
-        ids, mask, turn_ids, rewards = (tensor.detach().cpu() for tensor in data)
+        names = ("token_ids", "action_mask", "turn_ids", "turn_rewards")
+        tensors = unpacked("get_episode_data", data, names)
+        kinds = [type(tensor).__name__ for tensor in tensors]
+        require(
+            all(isinstance(tensor, torch.Tensor) for tensor in tensors),
+            f"get_episode_data must return four tensors, got {kinds}",
+            TypeError,
+        )
+        ids, mask, turn_ids, rewards = (tensor.detach().cpu() for tensor in tensors)
         mask = mask.bool()
-        if ids.dim() != 2 or not len(ids) or not mask.shape == turn_ids.shape == ids[:, 1:].shape:
-            shapes = [tuple(tensor.shape) for tensor in (ids, mask, turn_ids)]
-            raise ValueError(
-                "get_episode_data must return (R, T) ids, (R, T - 1) mask and turn ids, got "
-                f"{shapes}"
-            )
+        shapes = [tuple(tensor.shape) for tensor in (ids, mask, turn_ids)]
+        require(
+            ids.dim() == 2 and len(ids) > 0 and mask.shape == turn_ids.shape == ids[:, 1:].shape,
+            f"get_episode_data must return (R, T) ids, (R, T - 1) mask and turn ids, got {shapes}",
+        )
         trained = turn_ids[mask]
-        if ((trained < 0) | (trained >= self.turns)).any():
-            raise ValueError(
-                f"get_episode_data returned turn ids {sorted(set(trained.tolist()))} at actions "
-                f"after {self.turns} turns; turns count from 0"
-            )
+        require(
+            not ((trained < 0) | (trained >= self.turns)).any(),
+            f"get_episode_data returned turn ids {trained.unique().tolist()} at actions after "
+            f"{self.turns} turns; turns count from 0",
+        )
         self.rows = ids.long(), mask, turn_ids.long()
         self.turns_planned = rewards.numel()
 
@@ -172,20 +173,68 @@ class Episode:
 
     def _logps_of(self, actions: torch.Tensor) -> torch.Tensor | None:
         """The log-probs of a row with these turns, one entry per action."""
-        parts = [torch.zeros(0)]
+        of_turns = [torch.zeros(0)]
         turns, counts = actions.unique_consecutive(return_counts=True)
         for turn, count in zip(turns.tolist(), counts.tolist(), strict=True):
             logps = self.logps[turn]
             if logps is None:
                 return None
-            if logps.numel() < count:
-                raise ValueError(
-                    f"turn {turn} of the episode with seed {self.seed} has {count} generated "
-                    f"tokens, but sampling_logps has {logps.numel()} for it; give one each"
-                )
-            # Trailing pad tokens are taken off a row, also if the model sampled them.
-            parts.append(logps[:count])
-        return torch.cat(parts)
+            require(
+                logps.numel() >= count,
+                f"turn {turn} of the episode with seed {self.seed} has {count} generated tokens, "
+                f"but sampling_logps has {logps.numel()} for it; give one each",
+            )
+            # Trailing pad tokens are stripped from a row, even if the model sampled them.
+            of_turns.append(logps[:count])
+        return torch.cat(of_turns)
+
+
+@dataclass
+class EpisodeBatch:
+    """Episodes that are played together; episode i is played in environment i."""
+
+    episodes: list[Episode]
+    generation_seconds: float = 0.0
+    environment_seconds: float = 0.0
+    handed_out: float = 0.0
+    """``time.perf_counter()`` when the prompts were handed out."""
+    first_failure: str = ""
+    first_error: BaseException | None = None
+
+    def waiting(self) -> list[int]:
+        """Indices of the episodes that have a prompt to answer."""
+        return [i for i, episode in enumerate(self.episodes) if episode.prompt is not None]
+
+    def prompts(self) -> list[ReasoningPrompts]:
+        """Their prompts."""
+        return [episode.prompt for episode in self.episodes if episode.prompt is not None]
+
+    def failed(self) -> list[int]:
+        """Indices of the episodes that failed."""
+        return [i for i, episode in enumerate(self.episodes) if episode.failed]
+
+    @property
+    def mostly_failed(self) -> bool:
+        """Whether more than half of the episodes failed."""
+        return 2 * len(self.failed()) > len(self.episodes)
+
+    def fail(self, index: int, error: BaseException, error_reward: float) -> None:
+        """End an episode because of an error in its environment."""
+        episode = self.episodes[index]
+        if self.first_error is None:
+            when = f"in turn {episode.turns - 1}" if episode.turns else "before its first turn"
+            self.first_error = error
+            self.first_failure = (
+                f"episode {index} (seed {episode.seed}) {when}: {type(error).__name__}: {error}"
+            )
+        episode.fail(error_reward)
+
+    @contextmanager
+    def environment_time(self) -> Iterator[None]:
+        """Count the time spent inside as environment time."""
+        start = time.perf_counter()
+        yield
+        self.environment_seconds += time.perf_counter() - start
 
 
 def episode_data(env: MultiTurnEnv) -> tuple[Any, str]:
@@ -255,6 +304,17 @@ def stack_episodes(
     )
 
 
+def unpacked(method: str, outcome: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """What a method of an environment returned, as a tuple with one value for each name.
+
+    Raises:
+        TypeError: It returned something else.
+    """
+    if not isinstance(outcome, tuple | list) or len(outcome) != len(names):
+        raise TypeError(f"{method} must return ({', '.join(names)}), got {shorten(outcome)}")
+    return tuple(outcome)
+
+
 def _checked_prompt(method: str, prompt: Any) -> ReasoningPrompts:
     ids = prompt.get("input_ids") if isinstance(prompt, Mapping) else None
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[0] != 1:
@@ -267,6 +327,5 @@ def _checked_prompt(method: str, prompt: Any) -> ReasoningPrompts:
 
 def _checked_info(method: str, info: Any) -> dict[str, Any]:
     """A copy of ``info``; None counts as empty."""
-    if info is not None and not isinstance(info, Mapping):
-        raise TypeError(f"{method} must return an info dict as its last value, got {shorten(info)}")
+    InstanceOf(Mapping, "a dict")(f"the info that {method} returned", info)
     return dict(info or {})

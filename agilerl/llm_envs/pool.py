@@ -9,26 +9,26 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from agilerl.llm_envs.base import shorten
-from agilerl.llm_envs.timeouts import CallOutcome, CallPool
+from agilerl.checks import InstanceOf, require, shorten
+from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
 from agilerl.typing import MultiTurnEnv
 
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
-"""What closing environments may take: they close at the same time, each in a thread of its own."""
+"""Time limit for closing environments, all at the same time in a thread each."""
 
 _MEMBERS = ("reset", "step", "get_episode_data", "close")
 
 
 class EnvironmentPool:
-    """One environment per place in a batch.
+    """Environments by index: environment i plays episode i of every batch.
 
     Args:
         env_factory: Returns a new environment at each call.
         env_config: Its keyword arguments.
-        calls: Calls the factory and the environments.
+        executor: Calls the factory and the environments.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -38,61 +38,59 @@ class EnvironmentPool:
         self,
         env_factory: Callable[..., MultiTurnEnv],
         env_config: Mapping[str, Any] | None,
-        calls: CallPool,
+        executor: TimeoutExecutor,
     ) -> None:
-        if not callable(env_factory):
-            raise TypeError(
-                f"env_factory must be callable, got {shorten(env_factory)}; pass a function that "
-                "returns a new environment"
-            )
-        if env_config is not None and not isinstance(env_config, Mapping):
-            raise TypeError(
-                f"env_config must be a dict of env_factory's arguments, got {shorten(env_config)}"
-            )
-        self._make = partial(env_factory, **(env_config or {}))
-        self._calls = calls
+        require(
+            callable(env_factory),
+            f"env_factory is {shorten(env_factory)}; it must be a function that returns a new "
+            "environment",
+            TypeError,
+        )
+        InstanceOf(Mapping, "a dict of env_factory's arguments")("env_config", env_config)
+        self._factory = partial(env_factory, **(env_config or {}))
+        self._executor = executor
         self._envs: list[MultiTurnEnv | None] = []
-        # Places of environments that a thread still has.
+        # Environments with a call that ran out of time and may still be running.
         self._hung: set[int] = set()
         self._closing: list[threading.Thread] = []
 
-    def __getitem__(self, place: int) -> MultiTurnEnv:
-        env = self._envs[place]
+    def __getitem__(self, index: int) -> MultiTurnEnv:
+        env = self._envs[index]
         assert env is not None
         return env
 
-    def filled(self) -> list[int]:
-        """Places with an environment that can be used."""
-        envs = enumerate(self._envs)
-        return [place for place, env in envs if env is not None and place not in self._hung]
+    def made(self) -> list[int]:
+        """Indices of the environments that can be used."""
+        return [i for i, env in enumerate(self._envs) if env is not None and i not in self._hung]
 
-    def fill(self, places: Sequence[int]) -> dict[int, CallOutcome]:
-        """Make what is missing at ``places``.
+    def make(self, indices: Sequence[int]) -> dict[int, CallOutcome]:
+        """Make those of these environments that are missing.
 
         Returns:
-            The places where making one failed, with what happened. Once these are more than half
-            of all, no more are made.
+            The outcome of each that could not be made, by index. Once these are more than half of
+            all, no more are made.
 
         Raises:
             TypeError: ``env_factory`` returned something else than a multi-turn environment.
             ValueError: It returned the same environment twice.
         """
         self.drop(set(self._hung))  # Of a step that was interrupted.
-        self._envs += [None] * (max(places, default=-1) + 1 - len(self._envs))
-        empty = [place for place in places if self._envs[place] is None]
+        self._envs += [None] * (max(indices, default=-1) + 1 - len(self._envs))
+        missing = [i for i in indices if self._envs[i] is None]
         made: dict[int, CallOutcome] = {}
         failed: dict[int, CallOutcome] = {}
         try:
-            with closing(self._calls.as_completed([self._make] * len(empty))) as outcomes:
+            calls = [self._factory] * len(missing)
+            with closing(self._executor.as_completed(calls)) as outcomes:
                 for outcome in outcomes:
-                    (made if outcome.error is None else failed)[empty[outcome.index]] = outcome
-                    if 2 * len(failed) > len(places):
+                    (made if outcome.error is None else failed)[missing[outcome.index]] = outcome
+                    if 2 * len(failed) > len(indices):
                         break
-            for place, outcome in made.items():
-                self._envs[place] = self._checked(outcome.value)
+            for i, outcome in made.items():
+                self._envs[i] = self._checked(outcome.value)
         except BaseException:
-            for place, outcome in made.items():
-                self._envs[place] = outcome.value
+            for i, outcome in made.items():
+                self._envs[i] = outcome.value
             self.drop(range(len(self._envs)))
             raise
         return failed
@@ -100,45 +98,42 @@ class EnvironmentPool:
     def call(
         self, functions: Mapping[int, Callable[[], Any]], workers: int | None = None
     ) -> Generator[tuple[int, CallOutcome], None, None]:
-        """Make one call per place, into the environment there.
+        """Make one call into each of some environments.
 
         Args:
-            functions: What to call, by place.
-            workers: Calls that run at the same time; None: as many as the pool says.
+            functions: What to call, by the index of the environment.
+            workers: Calls at the same time; None: the executor's.
 
         Yields:
-            Places and how the calls ended, as they come in. Closing the generator drops the calls
-            that have not begun. An environment whose call may be running still is never closed.
+            Indices and outcomes, as calls complete. Closing the generator cancels the calls that
+            have not begun. An environment whose call may still be running is never closed.
         """
-        places, unfinished = list(functions), set[int]()
-        outcomes = self._calls.as_completed(
+        indices, unfinished = list(functions), set[int]()
+        outcomes = self._executor.as_completed(
             list(functions.values()), workers=workers, unfinished=unfinished
         )
         try:
             with closing(outcomes):
                 for outcome in outcomes:
-                    yield places[outcome.index], outcome
+                    yield indices[outcome.index], outcome
         finally:
-            self._hung.update(places[index] for index in unfinished)
+            self._hung.update(indices[number] for number in unfinished)
 
-    def drop(self, places: Iterable[int]) -> None:
-        """Empty ``places``.
-
-        What was there is closed in the background, unless a thread still has it.
-        """
-        dropped = list(places)
-        self._close_all(self._envs[place] for place in dropped if place not in self._hung)
-        for place in dropped:
-            self._envs[place] = None
+    def drop(self, indices: Iterable[int]) -> None:
+        """Forget environments; those without a running call are closed in the background."""
+        dropped = list(indices)
+        self._close_all(self._envs[i] for i in dropped if i not in self._hung)
+        for i in dropped:
+            self._envs[i] = None
         self._hung.difference_update(dropped)
 
     def close(self) -> None:
-        """Close all environments but those that a thread still has; takes ``CLOSE_SECONDS``."""
+        """Close all environments but those with a running call; takes ``CLOSE_SECONDS`` at most."""
         self.drop(range(len(self._envs)))
         for thread in self._closing:
             thread.join()
         self._closing = []
-        self._calls.close()
+        self._executor.close()
 
     def _close_all(self, envs: Iterable[Any]) -> None:
         """Close environments in the background, each once."""
@@ -152,7 +147,7 @@ class EnvironmentPool:
         self._closing = [other for other in self._closing if other.is_alive()] + [thread]
 
     def _run_closes(self, calls: list[Callable[[], Any]]) -> None:
-        outcomes = self._calls.run(calls, workers=len(calls), seconds=CLOSE_SECONDS)
+        outcomes = self._executor.run(calls, workers=len(calls), seconds=CLOSE_SECONDS)
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
         if errors:
             message = "%d of %d environments could not be closed. The first: %r"
@@ -160,11 +155,12 @@ class EnvironmentPool:
 
     def _checked(self, env: Any) -> MultiTurnEnv:
         if isinstance(env, MultiTurnEnv):
-            if any(_inner(env) is _inner(other) for other in self._envs if other is not None):
-                raise ValueError(
-                    "env_factory returned the same environment twice; it must make a new one at "
-                    "each call, wrapped environment included: episodes are played at the same time"
-                )
+            others = [_inner(other) for other in self._envs if other is not None]
+            require(
+                all(_inner(env) is not other for other in others),
+                "env_factory returned the same environment twice; it must make a new one at each "
+                "call, wrapped environment included: episodes are played at the same time",
+            )
             return env
         missing = [name for name in _MEMBERS if not hasattr(env, name)]
         remedy = "return a TokenObservationWrapper"

@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from agilerl.checks import COUNT, OPTIONAL_COUNT, Number, require
 from agilerl.llm.prompts import Conversation, PromptEncoder
-from agilerl.llm_envs.base import (
-    ANSWERS_REMEDY,
-    PromptBatch,
-    PromptSplit,
-    TrainingBatchSampler,
-    check_answers,
-    checked_int,
-    process_rank,
-)
+from agilerl.llm_envs.completions import check_completions
+from agilerl.llm_envs.dataset import PromptBatch, PromptDataset, TrainingBatchSampler
 from agilerl.llm_envs.rewards import RewardFunction, RewardPool
 from agilerl.typing import Act, Evaluation, ReasoningPrompts
 
@@ -86,26 +80,30 @@ class ReasoningGym:
         reward_workers: int = 16,
         eval_batch_size: int | None = None,
     ) -> None:
-        self.data_batch_size_per_gpu = checked_int(
-            "data_batch_size_per_gpu", data_batch_size_per_gpu
-        )
-        if eval_batch_size is None:
-            eval_batch_size = max(_LEAST_EVAL_BATCH, data_batch_size_per_gpu)
-        self.eval_batch_size = checked_int("eval_batch_size", eval_batch_size)
-        if max_context_length is not None:
-            max_context_length = checked_int("max_context_length", max_context_length)
-        seed = checked_int("seed", seed, least=0)
-        self._pool = RewardPool(reward_fn, reward_timeout, failure_reward, reward_workers)
+        COUNT("data_batch_size_per_gpu", data_batch_size_per_gpu)
+        OPTIONAL_COUNT("eval_batch_size", eval_batch_size)
+        OPTIONAL_COUNT("max_context_length", max_context_length)
+        Number(0, integer=True)("seed", seed)
+        self.data_batch_size_per_gpu = data_batch_size_per_gpu
+        self.eval_batch_size = eval_batch_size or max(_LEAST_EVAL_BATCH, data_batch_size_per_gpu)
+        self._rewards = RewardPool(reward_fn, reward_timeout, failure_reward, reward_workers)
         encoder = PromptEncoder(tokenizer, conversation_template)
-        self.tokenizer = _check_padding(tokenizer)
-        self._train = PromptSplit("train_dataset", train_dataset, encoder, max_context_length)
-        self._test = PromptSplit("test_dataset", test_dataset, encoder, max_context_length)
-        rank, ranks = process_rank(accelerator)
-        self._order = TrainingBatchSampler(
-            len(self._train), data_batch_size_per_gpu, seed, rank, ranks
+        require(
+            tokenizer.pad_token_id is not None,
+            "tokenizer has no pad token, so padding cannot be told from text; set for example "
+            "tokenizer.pad_token = tokenizer.eos_token",
+        )
+        self.tokenizer = tokenizer
+        self._train = PromptDataset("train_dataset", train_dataset, encoder, max_context_length)
+        self._test = PromptDataset("test_dataset", test_dataset, encoder, max_context_length)
+        rank, processes = _rank_and_processes(accelerator)
+        self.num_processes = processes
+        """Processes that share the rows."""
+        self._sampler = TrainingBatchSampler(
+            len(self._train), data_batch_size_per_gpu, int(seed), rank, processes
         )
         # Equal shares would leave test rows out or score some twice.
-        self._test_rows = list(range(len(self._test)))[rank::ranks]
+        self._test_rows = list(range(len(self._test)))[rank::processes]
         self._test_offset: int | None = None
         self._current: PromptBatch | None = None
 
@@ -122,14 +120,9 @@ class ReasoningGym:
         return len(self._train)
 
     @property
-    def num_processes(self) -> int:
-        """Processes that share the rows."""
-        return self._order.num_processes
-
-    @property
     def num_epochs(self) -> int:
         """Completed passes over the training rows."""
-        return self._order.epoch
+        return self._sampler.epoch
 
     @property
     def questions(self) -> list[str]:
@@ -144,7 +137,7 @@ class ReasoningGym:
     @property
     def reward_failures(self) -> int:
         """Reward calls so far that got ``failure_reward``."""
-        return self._pool.failures
+        return self._rewards.failures
 
     def prompt_lengths(self) -> list[int]:
         """Tokens of every prompt, template included: the training rows', then the test rows'.
@@ -171,7 +164,7 @@ class ReasoningGym:
         if self._test_offset is not None:
             self._test_offset = 0
         elif reset_dataloaders:
-            self._order.rewind()
+            self._sampler.set_epoch(0)
         return self._hand_out()
 
     def step(self, completion_ids: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -190,23 +183,29 @@ class ReasoningGym:
             ValueError: Completions that do not belong to this batch; a reward that is not finite.
             RewardError: A reward call raised or ran out of time, and no ``failure_reward`` is set.
         """
-        if self._current is None:
-            raise RuntimeError("no prompts are waiting for completions; call reset() first")
         batch = self._current
-        group = _check_completions(completion_ids, batch.prompts)
+        if batch is None:
+            raise RuntimeError("no prompts are waiting for completions; call reset() first")
+        check_completions(completion_ids, batch.prompts)
+        sizes = {ids.shape[0] for ids in completion_ids}
+        require(
+            len(sizes) == 1,
+            f"completion_ids have groups of sizes {sorted(sizes)}; use one size G",
+        )
+        group = sizes.pop()
         self.last_questions, self.last_answers = list(batch.questions), list(batch.answers)
         self.last_completions = [
             self._decode(ids, prompt["input_ids"].shape[1])
             for ids, prompt in zip(completion_ids, batch.prompts, strict=True)
         ]
-        scores = self._pool.score(
+        scores = self._rewards.score(
             [text for texts in self.last_completions for text in texts],
             [answer for answer in batch.answers for _ in range(group)],
             [question for question in batch.questions for _ in range(group)],
         )
         rewards = torch.tensor(scores, dtype=torch.float32).reshape(-1, group)
         if self._test_offset is None:
-            self._order.advance()
+            self._sampler.advance()
         else:
             self._test_offset += self.eval_batch_size
         prompts = self._hand_out()
@@ -257,7 +256,7 @@ class ReasoningGym:
 
     def state_dict(self) -> dict[str, Any]:
         """The training position, JSON-compatible: the first batch that is not scored yet."""
-        return self._order.state_dict()
+        return self._sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved training position; ``reset`` then hands out the batch that waited there.
@@ -266,18 +265,21 @@ class ReasoningGym:
             RuntimeError: Inside ``eval_mode``, which would undo it.
             ValueError: ``state`` was saved with other training rows.
         """
-        if self._test_offset is not None:
-            raise RuntimeError("load_state_dict inside eval_mode; leave eval_mode first")
-        self._order.load_state_dict(state)
+        require(
+            self._test_offset is None,
+            "load_state_dict inside eval_mode; leave eval_mode first",
+            RuntimeError,
+        )
+        self._sampler.load_state_dict(state)
         self._current = None
 
     def close(self) -> None:
-        """Release the reward pool's thread."""
-        self._pool.close()
+        """Stop the thread that async reward functions run on."""
+        self._rewards.close()
 
     def _hand_out(self) -> list[ReasoningPrompts]:
         if self._test_offset is None:
-            self._current = self._train.batch(self._order.current())
+            self._current = self._train.batch(self._sampler.current())
         else:
             end = self._test_offset + self.eval_batch_size
             rows = self._test_rows[self._test_offset : end]
@@ -294,32 +296,12 @@ class ReasoningGym:
         return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
 
-def _check_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    if tokenizer.pad_token_id is None:
-        raise ValueError(
-            "tokenizer has no pad token, so padding cannot be told from text; set for example "
-            "tokenizer.pad_token = tokenizer.eos_token"
-        )
-    return tokenizer
-
-
-def _check_completions(completion_ids: Any, prompts: list[ReasoningPrompts]) -> int:
-    """Check that completions belong to ``prompts``; returns the group size G."""
-    check_answers(completion_ids, prompts)
-    groups = set()
-    for index, (ids, prompt) in enumerate(zip(completion_ids, prompts, strict=True)):
-        start = prompt["input_ids"]
-        if ids.dim() != 2 or ids.shape[0] == 0 or not _starts_with(ids, start):
-            raise ValueError(
-                f"completion_ids[{index}] of shape {tuple(ids.shape)} is not a (G, T) tensor whose "
-                f"rows start with the {start.shape[1]} tokens of prompt {index}; {ANSWERS_REMEDY}"
-            )
-        groups.add(ids.shape[0])
-    if len(groups) != 1:
-        raise ValueError(f"completion_ids have groups of sizes {sorted(groups)}; use one size G")
-    return int(groups.pop())
-
-
-def _starts_with(ids: torch.Tensor, prompt: torch.Tensor) -> bool:
-    head = ids[:, : prompt.shape[1]].cpu()
-    return head.shape[1] == prompt.shape[1] and bool((head == prompt).all())
+def _rank_and_processes(accelerator: Accelerator | None) -> tuple[int, int]:
+    if accelerator is None:
+        return 0, 1
+    try:
+        return accelerator.process_index, accelerator.num_processes
+    except AttributeError as exc:
+        raise TypeError(
+            f"accelerator must be an accelerate.Accelerator or None, got {accelerator!r}"
+        ) from exc

@@ -1,15 +1,16 @@
-"""Running a reward function on a batch of completions, through :mod:`agilerl.llm_envs.timeouts`."""
+"""Reward functions: called on a batch of completions in threads, each call with a timeout."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from typing import Any, TypeAlias
 
-from agilerl.llm_envs.base import check_reward_fn, finite_number, shorten
-from agilerl.llm_envs.timeouts import CallPool
+from agilerl.checks import finite_number, require, shorten
+from agilerl.llm_envs.timeouts import TimeoutExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -18,11 +19,11 @@ RewardFunction: TypeAlias = Callable[[str, Any, str], "float | Awaitable[float]"
 
 
 class RewardError(RuntimeError):
-    """A reward call raised or ran out of time; ``__cause__`` is what happened."""
+    """A reward call raised or ran out of time; ``__cause__`` is its exception."""
 
 
 class RewardPool:
-    """Scores completions with a reward function, a bounded number of calls at a time.
+    """Scores completions with a reward function, a bounded number of them at a time.
 
     Args:
         reward_fn: ``reward_fn(completion, answer, question)``, plain or ``async``, returns one
@@ -30,7 +31,7 @@ class RewardPool:
         reward_timeout: Seconds that one call may take, counted from its own start.
         failure_reward: The reward of a completion whose call raises or runs out of time. None
             raises :class:`RewardError` instead. It never stands in for a wrong return value.
-        reward_workers: Calls that run at the same time, at most.
+        reward_workers: Largest number of calls at the same time.
 
     Raises:
         TypeError: An argument of the wrong type; a ``reward_fn`` that cannot take three arguments.
@@ -44,16 +45,16 @@ class RewardPool:
         failure_reward: float | None = None,
         reward_workers: int = 16,
     ) -> None:
-        check_reward_fn(reward_fn)
+        _check_reward_fn(reward_fn)
         self.reward_fn = reward_fn
         if failure_reward is not None:
             remedy = "pass one finite number, or None to raise on failure"
             failure_reward = finite_number("failure_reward is", failure_reward, remedy)
         self.failure_reward = failure_reward
-        self._calls = CallPool(
+        self._executor = TimeoutExecutor(
             reward_timeout,
             reward_workers,
-            called="reward_fn",
+            name="reward_fn",
             timeout_name="reward_timeout",
             workers_name="reward_workers",
         )
@@ -79,7 +80,7 @@ class RewardPool:
         calls = [functools.partial(self.reward_fn, *row) for row in rows]
         rewards: dict[int, float] = {}
         failures: list[RewardError] = []
-        with closing(self._calls.as_completed(calls)) as outcomes:
+        with closing(self._executor.as_completed(calls)) as outcomes:
             for outcome in outcomes:
                 completion, _, question = rows[outcome.index]
                 shown = f"  question: {shorten(question)}\n  completion: {shorten(completion)}"
@@ -100,14 +101,27 @@ class RewardPool:
 
     def close(self) -> None:
         """Stop the thread that coroutines run on; a later ``score`` starts another one."""
-        self._calls.close()
+        self._executor.close()
 
     def _failure(self, error: BaseException, shown: str) -> RewardError:
         self.failures += 1
         message = f"reward_fn failed with {type(error).__name__}: {error}\n{shown}"
         if self.failure_reward is None:
             message += (
-                "\n  To go on, set failure_reward, the reward of such completions; reward_timeout "
-                "gives slow calls more time."
+                "\n  Set failure_reward to give such completions a reward instead, or raise "
+                "reward_timeout if the function is slow."
             )
         return RewardError(message)
+
+
+def _check_reward_fn(reward_fn: Any) -> None:
+    remedy = "pass a function reward_fn(completion, answer, question) that returns a float"
+    require(callable(reward_fn), f"reward_fn is {reward_fn!r}; {remedy}", TypeError)
+    try:
+        inspect.signature(reward_fn).bind("", "", "")
+    except TypeError as exc:
+        raise TypeError(
+            f"reward_fn cannot be called with three arguments ({exc}); {remedy}"
+        ) from exc
+    except ValueError:
+        pass  # Some builtins have no signature; the first call will tell.

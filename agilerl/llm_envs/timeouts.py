@@ -1,13 +1,13 @@
-"""Calling user code: many calls at a time, each with a time limit, never a hang.
+"""Calls of user code in threads, each with a timeout.
 
-Rewards, environments and tools are called through a :class:`CallPool`. Every batch of calls starts
-a few daemon threads of its own and is done with them when it ends, so a thread that a hung call
-holds can delay neither the next batch nor the exit of the interpreter. Coroutines run on one event
-loop, in a thread that the pool keeps, because clients (HTTP sessions, semaphores) belong to the
-loop that they were first used on.
+Rewards, environments and tools are called through a :class:`TimeoutExecutor`. Every batch of calls
+starts a few daemon threads of its own, which end with it, so that a hung call delays neither the
+next batch nor the exit of the interpreter. Coroutines run on one event loop, in a thread that the
+executor keeps, because clients (HTTP sessions, semaphores) belong to the loop that they were first
+used on.
 
-A thread can be given up, not killed: a call that hangs goes on in the background, and one that
-never lets go of the interpreter lock (a catastrophic regular expression) cannot be timed out.
+A thread can be abandoned, not killed: a call that hangs goes on in the background, and one that
+never releases the interpreter lock (a catastrophic regular expression) cannot be timed out.
 ``signal.alarm`` works in the main thread only, so libraries that time themselves with it fail here.
 """
 
@@ -26,7 +26,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from agilerl.llm_envs.base import checked_int, finite_number
+from agilerl.checks import COUNT, Number
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +38,22 @@ class CallOutcome:
     """How one call ended."""
 
     index: int
-    """Its place among the calls given."""
+    """Which of the calls given."""
     value: Any = None
-    """What it returned, or what the awaitable that it returned gave."""
+    """What it returned, awaited if it was awaitable."""
     error: BaseException | None = None
-    """What it raised instead; a ``TimeoutError`` of ours if it ran out of time."""
+    """What it raised instead; a ``TimeoutError`` if it ran out of time."""
     timed_out: bool = False
     """It ran out of time, so it may still be running."""
 
 
-class CallPool:
-    """Makes calls in threads, a bounded number at a time, and gives up those over their time.
+class TimeoutExecutor:
+    """Runs functions in threads, a bounded number at a time, each with a timeout.
 
     Args:
         timeout: Seconds that one call may take, counted from its own start.
-        workers: Calls that run at the same time, at most.
-        called: What messages and threads call the functions.
+        workers: Largest number of calls at the same time.
+        name: What messages and threads call the functions.
         timeout_name: The argument of the owner that ``timeout`` comes from, for messages.
         workers_name: The argument of the owner that ``workers`` comes from, for messages.
 
@@ -67,16 +67,15 @@ class CallPool:
         timeout: float,
         workers: int = 1,
         *,
-        called: str = "function",
+        name: str = "function",
         timeout_name: str = "timeout",
         workers_name: str = "workers",
     ) -> None:
-        remedy = "pass the seconds that one call may take, such as 60.0 or 3600.0"
-        self.timeout = finite_number(f"{timeout_name} is", timeout, remedy)
-        if self.timeout <= 0:
-            raise ValueError(f"{timeout_name} is {timeout!r}; {remedy}")
-        self.workers = checked_int(workers_name, workers)
-        self._called = called
+        Number(0, open_low=True)(timeout_name, timeout)
+        COUNT(workers_name, workers)
+        self.timeout = float(timeout)
+        self.workers = workers
+        self._name = name
         self._timeout_name = timeout_name
         self._loop: _LoopThread | None = None
         self._loop_lock = threading.Lock()
@@ -88,12 +87,12 @@ class CallPool:
         workers: int | None = None,
         seconds: float | None = None,
     ) -> list[CallOutcome]:
-        """Make all calls; their outcomes in the order given. Nothing that a call raises escapes.
+        """Run all calls; their outcomes in the order given. What a call raises is in its outcome.
 
         Args:
             calls: What to call.
-            workers: Calls that run at the same time; None: the pool's.
-            seconds: What one call may take; None: the pool's timeout.
+            workers: Calls at the same time; None: the executor's.
+            seconds: Timeout of one call; None: the executor's.
         """
         with closing(self.as_completed(calls, workers=workers, seconds=seconds)) as outcomes:
             return sorted(outcomes, key=lambda outcome: outcome.index)
@@ -106,14 +105,14 @@ class CallPool:
         seconds: float | None = None,
         unfinished: set[int] | None = None,
     ) -> Generator[CallOutcome, None, None]:
-        """Outcomes as they come in. Closing the generator drops the calls that have not begun.
+        """Outcomes as calls complete. Closing the generator cancels the calls that have not begun.
 
         Args:
             calls: What to call.
-            workers: Calls that run at the same time; None: the pool's.
-            seconds: What one call may take; None: the pool's timeout.
-            unfinished: Gets the indices of the calls that may be running still when this ends,
-                in whatever way: those given up, and those in hand when it is closed or interrupted.
+            workers: Calls at the same time; None: the executor's.
+            seconds: Timeout of one call; None: the executor's.
+            unfinished: Receives the indices of calls that may still be running when this ends:
+                those that timed out, and those under way when it is closed or interrupted.
         """
         timeout = self.timeout if seconds is None else seconds
         batch = _Batch(_Call(index, function) for index, function in enumerate(calls))
@@ -126,13 +125,13 @@ class CallPool:
                     outcomes = [batch.done.get(timeout=batch.seconds_left(timeout))]
                 except queue.Empty:
                     overdue = batch.pop_overdue(timeout)
-                    outcomes = [self._give_up(batch, call, timeout) for call in overdue]
+                    outcomes = [self._abandon(batch, call, timeout) for call in overdue]
                 left -= len(outcomes)
                 yield from outcomes
         finally:
             batch.stop()
             if unfinished is not None:
-                unfinished |= batch.given_up
+                unfinished |= batch.abandoned
 
     def close(self) -> None:
         """Stop the thread that coroutines run on; later calls start another one."""
@@ -141,8 +140,8 @@ class CallPool:
                 self._loop.stop()
                 self._loop = None
 
-    def _give_up(self, batch: _Batch, call: _Call, timeout: float) -> CallOutcome:
-        """Leave an overdue call to its thread and put another worker in its place."""
+    def _abandon(self, batch: _Batch, call: _Call, timeout: float) -> CallOutcome:
+        """Abandon an overdue call with its thread and start another worker for the rest."""
         if call.future is not None:
             call.future.cancel()
             self._replace_stuck_loop()
@@ -153,10 +152,10 @@ class CallPool:
         return CallOutcome(call.index, error=error, timed_out=True)
 
     def _start_worker(self, batch: _Batch) -> None:
-        threading.Thread(target=self._work, args=(batch,), name=self._called, daemon=True).start()
+        threading.Thread(target=self._work, args=(batch,), name=self._name, daemon=True).start()
 
     def _work(self, batch: _Batch) -> None:
-        """Make calls until none waits, or until the one in hand was given up."""
+        """Run calls until none waits, or until the present one was abandoned."""
         while (call := batch.take()) is not None:
             value, error = None, None
             try:
@@ -164,7 +163,7 @@ class CallPool:
                 if inspect.isawaitable(value):
                     call.future = self._event_loop().submit(value)
                     value = call.future.result()
-            # Whatever user code raises, sys.exit() included, belongs to this call.
+            # Whatever user code raises, sys.exit() included, is this call's outcome.
             except BaseException as exc:  # noqa: BLE001
                 value, error = None, exc
             if not batch.finish(call, value, error):
@@ -173,20 +172,20 @@ class CallPool:
     def _event_loop(self) -> _LoopThread:
         with self._loop_lock:
             if self._loop is None:
-                self._loop = _LoopThread(self._called)
+                self._loop = _LoopThread(self._name)
             return self._loop
 
     def _replace_stuck_loop(self) -> None:
-        """Forget an event loop that a blocking call inside a coroutine holds up."""
+        """Abandon an event loop that a blocking call inside a coroutine holds up."""
         with self._loop_lock:
             if self._loop is not None and not self._loop.answers(_STUCK_LOOP_SECONDS):
-                logger.warning("An async %s blocks its event loop: it has to await.", self._called)
+                logger.warning("An async %s blocks its event loop; it must await.", self._name)
                 self._loop = None
 
 
 @dataclass
 class _Call:
-    """One call to make."""
+    """One call to run."""
 
     index: int
     function: Callable[[], Any]
@@ -197,12 +196,12 @@ class _Call:
 
 
 class _Batch:
-    """Calls made together, shared with their workers: waiting, then running, then done."""
+    """Calls run together, shared with their workers: waiting, then running, then done."""
 
     def __init__(self, calls: Iterable[_Call]) -> None:
         self.waiting = deque(calls)
         self.running: dict[int, _Call] = {}
-        self.given_up: set[int] = set()
+        self.abandoned: set[int] = set()
         self.done: queue.SimpleQueue[CallOutcome] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
@@ -216,7 +215,7 @@ class _Batch:
             return call
 
     def finish(self, call: _Call, value: Any, error: BaseException | None) -> bool:
-        """Hand in a result; False if the call was given up and its worker replaced."""
+        """Report a result; False if the call was abandoned and its worker replaced."""
         with self._lock:
             if self.running.pop(call.index, None) is None:
                 return False
@@ -231,21 +230,21 @@ class _Batch:
         return min(max(first + timeout - now, 0.0), threading.TIMEOUT_MAX)
 
     def pop_overdue(self, timeout: float) -> list[_Call]:
-        """Give up the calls that are over their time."""
+        """Abandon the calls that are over their time."""
         now = time.monotonic()
         with self._lock:
             overdue = [c for c in self.running.values() if now - c.started >= timeout]
             for call in overdue:
                 del self.running[call.index]
-                self.given_up.add(call.index)
+                self.abandoned.add(call.index)
         return overdue
 
     def stop(self) -> None:
-        """Let workers end after the call in hand, and cancel coroutines."""
+        """Let workers end after their present call, and cancel coroutines."""
         with self._lock:
             self.waiting.clear()
             abandoned = list(self.running.values())
-            self.given_up.update(self.running)
+            self.abandoned.update(self.running)
             self.running.clear()
         for call in abandoned:
             if call.future is not None:
@@ -255,10 +254,10 @@ class _Batch:
 class _LoopThread:
     """An asyncio event loop in a daemon thread."""
 
-    def __init__(self, called: str) -> None:
-        self._called = called
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name=f"{called}-loop", daemon=True).start()
+        threading.Thread(target=self._run, name=f"{name}-loop", daemon=True).start()
 
     def submit(self, awaitable: Awaitable[Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(self._wait_for(awaitable), self._loop)
@@ -276,7 +275,7 @@ class _LoopThread:
             return await awaitable
         except (SystemExit, KeyboardInterrupt) as exc:
             # asyncio lets these two through, which would end the loop for every other call.
-            raise RuntimeError(f"{self._called} raised {exc!r}") from exc
+            raise RuntimeError(f"{self._name} raised {exc!r}") from exc
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

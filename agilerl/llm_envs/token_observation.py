@@ -1,4 +1,4 @@
-"""A text environment as token ids: what the model saw and sampled is what it is trained on."""
+"""A text environment as token ids: the model is trained on the very ids it saw and sampled."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agilerl.llm_envs.base import checked_int, finite_number, shorten
-from agilerl.llm_envs.episode_rows import EpisodeRows, Piece
-from agilerl.llm_envs.episodes import evaluate_episodes
+from agilerl.checks import COUNT, OPTIONAL_COUNT, InstanceOf, Number, finite_number, require
+from agilerl.llm_envs.completions import check_completion
+from agilerl.llm_envs.episode_tokens import EpisodeTokens, Segment
+from agilerl.llm_envs.episodes import evaluate_episodes, unpacked
 from agilerl.llm_envs.turn_boundary import TurnBoundary
 from agilerl.typing import Act, Evaluation, ReasoningPrompts, TextEnv
 
@@ -40,20 +41,19 @@ class TokenObservationWrapper:
             ``step(str) -> (str, reward, terminated, truncated, info)``.
         tokenizer: The model's tokenizer.
         max_turns: An episode is truncated after this many turns.
-        pad_id: Right padding to take off the rows given to ``step``, for those who pad them: the
-            first of a trailing run counts as sampled unless a special token is before it. None:
-            nothing is taken off, which is right for ``get_action``, where a prompt that is
-            completed once is not padded.
+        pad_id: Right padding to strip from what is given to ``step``; the first of a trailing run
+            counts as sampled unless a special token precedes it. None: nothing is stripped, which
+            is right for ``get_action``, where a prompt that is completed once is not padded.
         apply_chat_template: Observations become user messages of the tokenizer's chat template;
-            False: everything is put one behind the other as it is.
-        max_model_len: No row gets longer; None: no limit. The training functions fill in the
+            False: observations and answers are concatenated as they are.
+        max_model_len: Most tokens of a row; None: no limit. The training functions fill in the
             agent's.
-        max_output_tokens: Room that a prompt has to leave for the answer; None: one token.
+        max_output_tokens: Tokens that a prompt must leave free for the answer; None: one.
         enable_sliding_window: When the context is full, the oldest turns (but not the first
             observation) leave it until half of it is free, instead of the episode ending. Each turn
             is trained in the context it was sampled in, so an episode may give several rows.
         system_prompt: First message of every conversation.
-        chat_template_kwargs: What else the chat template takes, such as ``enable_thinking``.
+        chat_template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -74,31 +74,35 @@ class TokenObservationWrapper:
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.env = _checked_env(env)
+        require(
+            isinstance(env, TextEnv),
+            f"env must have reset(seed) and step(action) methods, got {type(env).__name__}; pass "
+            "a text environment",
+            TypeError,
+        )
+        COUNT("max_turns", max_turns)
+        Number(0, integer=True, optional=True)("pad_id", pad_id)
+        Number(2, integer=True, optional=True)("max_model_len", max_model_len)
+        OPTIONAL_COUNT("max_output_tokens", max_output_tokens)
+        self.env = env
         self.tokenizer = tokenizer
-        self.max_turns = checked_int("max_turns", max_turns)
-        self.pad_id = None if pad_id is None else checked_int("pad_id", pad_id, 0)
-        self.max_model_len = (
-            None if max_model_len is None else checked_int("max_model_len", max_model_len, least=2)
-        )
-        self.max_output_tokens = (
-            None
-            if max_output_tokens is None
-            else checked_int("max_output_tokens", max_output_tokens)
-        )
+        self.max_turns = max_turns
+        self.pad_id = pad_id
+        self.max_model_len = max_model_len
+        self.max_output_tokens = max_output_tokens
         self.enable_sliding_window = enable_sliding_window
         self._boundary = TurnBoundary(
             tokenizer, apply_chat_template, system_prompt, chat_template_kwargs
         )
         self._takes_seed = _takes_seed(env)
-        self._rows: EpisodeRows | None = None
+        self._tokens: EpisodeTokens | None = None
         self._rewards: list[float] = []
         self._done = True
 
     @property
     def transcript(self) -> str:
         """The episode after its first prompt, as text; special tokens shown."""
-        return "" if self._rows is None else self._rows.transcript
+        return "" if self._tokens is None else self._tokens.transcript
 
     def reset(self, seed: int | None = None) -> tuple[ReasoningPrompts, dict[str, Any]]:
         """Start an episode.
@@ -113,19 +117,18 @@ class TokenObservationWrapper:
             TypeError: The environment's ``reset`` returned something else than text and info.
             ValueError: The first prompt leaves no room for output.
         """
-        self._rows, self._rewards, self._done = None, [], True
+        self._tokens, self._rewards, self._done = None, [], True
         outcome = self.env.reset(seed=seed) if self._takes_seed else self.env.reset()
         observation, info = _checked_outcome("reset", outcome, ("observation", "info"))
         text, ids = self._boundary.open(_observed(observation, info))
-        if not ids:
-            raise ValueError("the first observation gives a prompt without any token")
-        if not self._fits(len(ids)):
-            raise ValueError(
-                f"the first prompt has {len(ids)} tokens and has to leave room for "
-                f"{self._reserve()} of output, but max_model_len is {self.max_model_len}: raise "
-                "max_model_len, shorten the observation, or lower max_output_tokens"
-            )
-        self._rows, self._done = EpisodeRows(Piece(ids, text)), False
+        require(bool(ids), "the first observation gives a prompt without any token")
+        require(
+            self._fits(len(ids)),
+            f"the first prompt has {len(ids)} tokens and has to leave room for {self._reserve()} "
+            f"of output, but max_model_len is {self.max_model_len}: raise max_model_len, shorten "
+            "the observation, or lower max_output_tokens",
+        )
+        self._tokens, self._done = EpisodeTokens(Segment(ids, text)), False
         return self._prompt(), dict(info)
 
     def step(
@@ -147,20 +150,20 @@ class TokenObservationWrapper:
             ValueError: The ids do not continue the prompt or are too many; the reward is not
                 finite.
         """
-        if self._rows is None or self._done:
+        if self._tokens is None or self._done:
             raise RuntimeError("no episode is running; call reset() first")
-        action = self._action(full_completion_ids, self._rows.context_ids())
+        action = self._action(full_completion_ids, self._prompt()["input_ids"])
         text = self.tokenizer.decode(action, clean_up_tokenization_spaces=False)
-        # Noted before the environment acts, which may raise: what was sampled is not lost.
-        self._rows.add_action(Piece(action, text, turn=len(self._rewards)))
+        # Before the environment acts, which may raise: the sampled ids are kept in any case.
+        self._tokens.add_action(Segment(action, text, turn=len(self._rewards)))
         self._rewards.append(0.0)
         self._done = True
 
-        said = self.tokenizer.decode(
+        answer = self.tokenizer.decode(
             action, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         names = ("observation", "reward", "terminated", "truncated", "info")
-        outcome = _checked_outcome("step", self.env.step(said), names)
+        outcome = _checked_outcome("step", self.env.step(answer), names)
         observation, reward, terminated, truncated, info = outcome
         self._rewards[-1] = finite_number(
             "the environment's step returned the reward", reward, "return one finite number"
@@ -168,7 +171,7 @@ class TokenObservationWrapper:
         terminated, reason = bool(terminated), "environment" if truncated else None
         observation = _observed(observation, info)
         if not terminated and reason is None:
-            reason = self._continue(self._rows, action, observation)
+            reason = self._continue(self._tokens, action, observation)
         self._done = terminated or reason is not None
         info = dict(info) if reason is None else {**info, "truncation_reason": reason}
         return self._prompt(), self._rewards[-1], terminated, reason is not None, info
@@ -185,11 +188,11 @@ class TokenObservationWrapper:
         Raises:
             RuntimeError: No episode was started.
         """
-        if self._rows is None:
+        if self._tokens is None:
             raise RuntimeError("there is no episode; call reset() first")
         rewards = torch.zeros(self.max_turns)
         rewards[: len(self._rewards)] = torch.tensor(self._rewards)
-        return *self._rows.tensors(self.pad_id or self.tokenizer.pad_token_id or 0), rewards
+        return *self._tokens.tensors(self.pad_id or self.tokenizer.pad_token_id or 0), rewards
 
     def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
         """Play one episode for each of the seeds 0 to ``loop - 1``.
@@ -206,21 +209,20 @@ class TokenObservationWrapper:
         if callable(close):
             close()
 
-    def _continue(self, rows: EpisodeRows, action: list[int], observation: str) -> str | None:
+    def _continue(self, tokens: EpisodeTokens, action: list[int], observation: str) -> str | None:
         """Append the environment's answer; or say why the episode cannot go on."""
         if len(self._rewards) >= self.max_turns:
             return "max_turns"
         text, ids = self._boundary.follow(action, observation)
-        feedback = Piece(ids, text)
-        if not self._fits(rows.length + len(feedback.ids)):
+        if not self._fits(tokens.length + len(ids)):
             if not self.enable_sliding_window:
                 return "max_model_len"
             # Down to half the context at once: a slide begins a new row and recomputes its context.
-            while not self._fits(2 * (rows.length + len(feedback.ids))) and rows.drop_oldest_turn():
+            while not self._fits(2 * (tokens.length + len(ids))) and tokens.drop_oldest_turn():
                 pass
-            if not self._fits(rows.length + len(feedback.ids)):
+            if not self._fits(tokens.length + len(ids)):
                 return "max_model_len"
-        rows.add_feedback(feedback)
+        tokens.add_feedback(Segment(ids, text))
         return None
 
     def _fits(self, length: int) -> bool:
@@ -230,43 +232,27 @@ class TokenObservationWrapper:
         return self.max_output_tokens or 1
 
     def _prompt(self) -> ReasoningPrompts:
-        assert self._rows is not None
-        input_ids = torch.tensor([self._rows.context_ids()], dtype=torch.long)
+        assert self._tokens is not None
+        input_ids = torch.tensor([self._tokens.context_ids()], dtype=torch.long)
         return ReasoningPrompts(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
-            text=self._rows.context_text(),
+            text=self._tokens.context_text(),
         )
 
-    def _action(self, full_completion_ids: Any, prompt: list[int]) -> list[int]:
+    def _action(self, full_completion_ids: Any, prompt: torch.Tensor) -> list[int]:
         """The sampled ids: what follows the prompt, without padding."""
-        remedy = "pass the (1, T) completion_ids that get_action returned for the last prompt"
-        if not isinstance(full_completion_ids, torch.Tensor) or (
-            full_completion_ids.is_floating_point()
-        ):
-            raise TypeError(
-                f"full_completion_ids must be a tensor of token ids, got "
-                f"{type(full_completion_ids).__name__}; {remedy}"
-            )
-        shape = tuple(full_completion_ids.shape)
-        if len(shape) != 2 or shape[0] != 1:
-            raise ValueError(f"full_completion_ids has shape {shape}; {remedy}")
-        ids = full_completion_ids[0].tolist()
-        if ids[: len(prompt)] != prompt:
-            raise ValueError(
-                f"full_completion_ids does not start with the {len(prompt)} tokens of the prompt "
-                f"handed out last; {remedy}"
-            )
-        action = self._without_padding(ids[len(prompt) :])
-        if not action:
-            raise ValueError(f"full_completion_ids has no token after the prompt; {remedy}")
-        length = len(prompt) + len(action)
-        if self.max_model_len is not None and length > self.max_model_len:
-            raise ValueError(
-                f"full_completion_ids has {length} tokens, but max_model_len is "
-                f"{self.max_model_len}: give the agent the same max_model_len, or a "
-                f"max_output_tokens of at most {self._reserve()}"
-            )
+        name, length = "full_completion_ids", prompt.shape[1]
+        check_completion(name, full_completion_ids, prompt, group_size=1)
+        action = self._without_padding(full_completion_ids[0, length:].tolist())
+        require(bool(action), f"{name} has no token after the prompt; pass prompt and answer")
+        length += len(action)
+        require(
+            self.max_model_len is None or length <= self.max_model_len,
+            f"{name} has {length} tokens, but max_model_len is {self.max_model_len}: give the "
+            "agent the same max_model_len, or a max_output_tokens of at most "
+            f"{self._reserve()}",
+        )
         return action
 
     def _without_padding(self, ids: list[int]) -> list[int]:
@@ -279,16 +265,6 @@ class TokenObservationWrapper:
         return ids[: end + 1] if padded and not ended else ids[:end]
 
 
-def _checked_env(env: Any) -> TextEnv:
-    if not callable(getattr(env, "reset", None)) or not callable(getattr(env, "step", None)):
-        raise TypeError(
-            f"env must have reset(seed) and step(action) methods, got {type(env).__name__}; pass a "
-            "text environment"
-        )
-    checked: TextEnv = env
-    return checked
-
-
 def _takes_seed(env: TextEnv) -> bool:
     try:
         parameters = inspect.signature(env.reset).parameters.values()
@@ -298,15 +274,11 @@ def _takes_seed(env: TextEnv) -> bool:
 
 
 def _checked_outcome(method: str, outcome: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
-    """What the environment returned, if it is a tuple of ``names`` with text and a mapping."""
-    expected = f"the environment's {method} must return ({', '.join(names)})"
-    if not isinstance(outcome, tuple | list) or len(outcome) != len(names):
-        raise TypeError(f"{expected}, got {shorten(outcome)}")
-    observation, *rest, info = outcome
-    if not isinstance(observation, str):
-        raise TypeError(f"{expected} with the observation as text, got {shorten(observation)}")
-    if info is not None and not isinstance(info, Mapping):
-        raise TypeError(f"{expected} with the info as a dict, got {shorten(info)}")
+    """What the environment returned, if it has text in front and an info dict at the end."""
+    method = f"the environment's {method}"
+    observation, *rest, info = unpacked(method, outcome, names)
+    InstanceOf(str, "text", optional=False)(f"the observation that {method} returned", observation)
+    InstanceOf(Mapping, "a dict")(f"the info that {method} returned", info)
     return (observation, *rest, info or {})
 
 

@@ -1,4 +1,4 @@
-r"""The exact text a chat template puts around turns, and its token ids.
+r"""The exact text that a chat template puts around turns, and its token ids.
 
 With ChatML, a first observation ``Guess.``, the answer ``5`` and the next observation ``Higher.``::
 
@@ -14,7 +14,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agilerl.checks import warn_once
+from agilerl.checks import require, warn_once
 from agilerl.llm.prompts import has_chat_template, render_conversation
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Stands in for an answer where only what follows the answer is wanted.
+# Stands for an answer when only the text after it is needed.
 _MARK = "ANSWER-7f3a"
 
 
@@ -31,10 +31,10 @@ class TurnBoundary:
 
     Args:
         tokenizer: The model's tokenizer.
-        apply_chat_template: Use its chat template; False: observations and answers are put one
-            behind the other as they are.
+        apply_chat_template: Use its chat template; False: observations and answers are
+            concatenated as they are.
         system_prompt: First message of every conversation; None: none.
-        template_arguments: What else the template takes, such as ``enable_thinking``.
+        template_arguments: Further arguments of the template, such as ``enable_thinking``.
 
     Raises:
         ValueError: The chat template refuses the system prompt.
@@ -59,7 +59,7 @@ class TurnBoundary:
                 "they are.",
             )
         self._first_observation = ""
-        self._opening = self.open("?")[0]  # a template that refuses the roles says so now
+        self._opening = self.open("?")[0]  # a template that refuses the roles fails here
 
     def open(self, observation: str) -> tuple[str, list[int]]:
         """Begin a conversation.
@@ -70,19 +70,19 @@ class TurnBoundary:
         self._first_observation = observation
         if not self.has_template:
             text = (self.system_prompt or "") + observation
-            # Only here: what starts a text (BOS) is the template's business otherwise.
+            # Only here: a chat template writes the start of the text (BOS) itself.
             return text, self._tokenize(text, add_special_tokens=True)
         self._opening = self._render()
         return self._opening, self._tokenize(self._opening)
 
     def follow(self, answer: Sequence[int], observation: str) -> tuple[str, list[int]]:
-        """What stands between a sampled answer and the next one.
+        """The template's and the environment's text between a sampled answer and the next one.
 
-        The end-of-turn token is left out where the model sampled it already.
+        The end-of-turn token is left out if the model sampled it.
 
         Args:
             answer: The sampled ids.
-            observation: What the environment says next.
+            observation: The environment's next observation.
 
         Returns:
             Text and ids, up to the next generation prompt.
@@ -100,9 +100,8 @@ class TurnBoundary:
     def _after_answer(self, answer: Sequence[int], observation: str) -> str:
         """The text from the end of an answer's content to the next generation prompt.
 
-        Where the template rewrites what came before (it drops earlier reasoning, trims answers,
-        moves the system prompt), the log says so once; the ids that the model saw and sampled are
-        kept all the same.
+        If the template rewrites earlier turns (drops reasoning, trims answers, moves the system
+        prompt), a warning is logged once; the ids that the model saw and sampled are kept.
         """
         if not self.has_template:
             return observation
@@ -119,11 +118,11 @@ class TurnBoundary:
         )
         # Without the system prompt, which some templates would put here again at every turn.
         _, found, after = self._render(_MARK, observation, system=False).rpartition(_MARK)
-        if not found:
-            raise ValueError(
-                "the tokenizer's chat template leaves answers out of a conversation; use another "
-                "template, or apply_chat_template=False"
-            )
+        require(
+            bool(found),
+            "the tokenizer's chat template leaves answers out of a conversation; use another "
+            "template, or apply_chat_template=False",
+        )
         return after
 
     def _render(self, *after: str, system: bool = True) -> str:

@@ -1,4 +1,4 @@
-"""Many multi-turn episodes at a time: answered in one batch, environments stepping in threads."""
+"""Many multi-turn episodes at a time: prompts answered in one batch, environments in threads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from agilerl.llm_envs.base import checked_int, finite_number
-from agilerl.llm_envs.episode_batch import EpisodeBatch, checked_answers, checked_logps
-from agilerl.llm_envs.episodes import Episode, Episodes, episode_data, stack_episodes
+from agilerl.checks import COUNT, OPTIONAL_COUNT, Number, finite_number, require
+from agilerl.llm_envs.completions import checked_answers
+from agilerl.llm_envs.episodes import Episode, EpisodeBatch, Episodes, episode_data, stack_episodes
 from agilerl.llm_envs.pool import EnvironmentPool
-from agilerl.llm_envs.timeouts import CallOutcome, CallPool
+from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,10 @@ class SyncMultiTurnVecEnv:
         episodes = env.episodes()
 
     Environments are made when first needed and kept. Each is used by one thread at a time, but not
-    always the same. One whose ``reset`` or ``step`` raises, returns nonsense or runs out of time
-    ends its episode with ``error_reward``, and is replaced for the next batch; it is closed in the
-    background, unless a thread still has it. Nothing more is called once more than half failed.
+    always the same. If its ``reset`` or ``step`` raises, returns something else than it must or
+    runs out of time, the episode ends with ``error_reward`` and the environment is replaced for the
+    next batch; it is closed in the background, unless the call that ran out of time is still
+    running. When more than half of a batch has failed, the rest is cancelled.
 
     Args:
         env_factory: Makes an environment that follows ``agilerl.typing.MultiTurnEnv``, such as a
@@ -54,15 +55,16 @@ class SyncMultiTurnVecEnv:
         group_size: Episodes per group, G.
         env_config: Keyword arguments of ``env_factory``.
         max_turns: Episodes end after this many turns at the latest; None leaves it to them.
-        max_workers: Environments that are made or step at the same time, at most. With 1 they do in
-            order: what draws from the global ``random`` while stepping is then reproducible.
+        max_workers: Environments that are made or step at the same time. With 1 they take turns in
+            order, so that those that draw from the global ``random`` while stepping are
+            reproducible.
         step_timeout: Seconds that making, resetting or stepping one environment may take.
         error_reward: Reward of the turn in which an environment failed.
         evaluation_episodes: Episodes per :meth:`evaluate`, over all processes.
         process_index: Which share of them this process plays.
         num_processes: Number of shares.
         reset_workers: Environments that reset at the same time. Many seed and draw from the global
-            ``random``, and two at once would mix; raise it for slow ones that do not.
+            ``random``, and two at once would interfere; raise it for slow ones that do not.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -85,24 +87,27 @@ class SyncMultiTurnVecEnv:
         num_processes: int = 1,
         reset_workers: int = 1,
     ) -> None:
-        self.batch_size = checked_int("batch_size", batch_size)
-        self.group_size = checked_int("group_size", group_size)
-        self.max_turns = None if max_turns is None else checked_int("max_turns", max_turns)
+        COUNT("batch_size", batch_size)
+        COUNT("group_size", group_size)
+        OPTIONAL_COUNT("max_turns", max_turns)
+        COUNT("reset_workers", reset_workers)
+        Number(num_processes, integer=True)("evaluation_episodes", evaluation_episodes)
+        self.batch_size = batch_size
+        self.group_size = group_size
+        self.max_turns = max_turns
         self.error_reward = finite_number("error_reward is", error_reward, "pass a finite number")
-        self.evaluation_episodes = checked_int(
-            "evaluation_episodes", evaluation_episodes, least=num_processes
-        )
-        last = EVALUATION_SEED_START + self.evaluation_episodes
-        self._evaluation_seeds = range(EVALUATION_SEED_START + process_index, last, num_processes)
-        self._reset_workers = checked_int("reset_workers", reset_workers)
-        calls = CallPool(
+        self.evaluation_episodes = evaluation_episodes
+        end = EVALUATION_SEED_START + evaluation_episodes
+        self._evaluation_seeds = range(EVALUATION_SEED_START + process_index, end, num_processes)
+        self._reset_workers = reset_workers
+        executor = TimeoutExecutor(
             step_timeout,
             max_workers,
-            called="environment",
+            name="environment",
             timeout_name="step_timeout",
             workers_name="max_workers",
         )
-        self._slots = EnvironmentPool(env_factory, env_config, calls)
+        self._pool = EnvironmentPool(env_factory, env_config, executor)
         self.failures = 0
         """Episodes so far that an environment's exception or time-out ended."""
         self.timeouts = 0
@@ -123,14 +128,15 @@ class SyncMultiTurnVecEnv:
             TypeError: ``env_factory`` returned something else than a multi-turn environment.
             ValueError: Not ``batch_size`` seeds; ``env_factory`` returned an environment twice.
         """
-        batch_size = checked_int("batch_size", self.batch_size)
-        group_size = checked_int("group_size", self.group_size)
-        if len(seeds) != batch_size:
-            raise ValueError(
-                f"{len(seeds)} seeds for a batch_size of {batch_size}; pass one per group"
-            )
-        checked = [checked_int(f"seeds[{i}]", seed, least=0) for i, seed in enumerate(seeds)]
-        return self._begin([seed for seed in checked for _ in range(group_size)])
+        COUNT("batch_size", self.batch_size)
+        COUNT("group_size", self.group_size)
+        require(
+            len(seeds) == self.batch_size,
+            f"{len(seeds)} seeds for a batch_size of {self.batch_size}; pass one per group",
+        )
+        for i, seed in enumerate(seeds):
+            Number(0, integer=True)(f"seeds[{i}]", seed)
+        return self._begin([int(seed) for seed in seeds for _ in range(self.group_size)])
 
     def step(
         self,
@@ -156,21 +162,27 @@ class SyncMultiTurnVecEnv:
         batch = self._batch
         if batch is None or not batch.waiting():
             raise RuntimeError("no prompts are waiting for answers; call reset(seeds) first")
-        places, prompts = batch.waiting(), batch.prompts()
-        envs = [self._slots[place] for place in places]
-        answers = checked_answers(completion_ids, prompts, envs)
-        logps = checked_logps(sampling_logps, len(places))
+        indices = batch.waiting()
+        envs = [self._pool[i] for i in indices]
+        # Before any environment acts: an exception from one counts as its own failure.
+        answers = checked_answers(completion_ids, batch.prompts(), envs)
+        logps = [None] * len(indices) if sampling_logps is None else sampling_logps
+        require(
+            len(logps) == len(indices),
+            f"sampling_logps has {len(logps)} entries for the {len(indices)} prompts handed out; "
+            "pass one per prompt, or None",
+        )
         batch.generation_seconds += time.perf_counter() - batch.handed_out
-        self._batch = None  # Until the step is done: one that is interrupted leaves no batch.
-        with batch.in_environments():
-            for place, answer, logp in zip(places, answers, logps, strict=True):
-                batch.episodes[place].act(answer, logp)
+        self._batch = None  # Until the step is done: an interrupted one leaves no batch.
+        with batch.environment_time():
+            for i, answer, logp in zip(indices, answers, logps, strict=True):
+                batch.episodes[i].act(answer, logp)
             steps = [partial(env.step, answer) for env, answer in zip(envs, answers, strict=True)]
             advance = partial(Episode.advance, max_turns=self.max_turns)
-            self._call(batch, dict(zip(places, steps, strict=True)), advance)
-            # Rows are taken now: a hung thread may change them later.
-            over = [place for place in places if batch.episodes[place].prompt is None]
-            reads = {place: partial(episode_data, self._slots[place]) for place in over}
+            self._call(batch, dict(zip(indices, steps, strict=True)), advance)
+            # Rows are read now: a call that ran out of time may change them later.
+            over = [i for i in indices if batch.episodes[i].prompt is None]
+            reads = {i: partial(episode_data, self._pool[i]) for i in over}
             self._call(batch, reads, Episode.finish)
         return self._hand_out(batch)
 
@@ -209,7 +221,7 @@ class SyncMultiTurnVecEnv:
         )
 
     def play_evaluation(self, act: Act) -> Episodes:
-        """Play the evaluation seeds, always the same, once each, with all there is to know of them.
+        """Play the evaluation seeds once each; they are always the same.
 
         At most ``batch_size`` × ``group_size`` are played at a time.
 
@@ -217,38 +229,41 @@ class SyncMultiTurnVecEnv:
             act: As for :meth:`play`. A training batch under way is dropped.
         """
         seeds = self._evaluation_seeds
-        parts = math.ceil(len(seeds) / (self.batch_size * self.group_size))
+        count = math.ceil(len(seeds) / (self.batch_size * self.group_size))
         # Batches of equal size: in one of few episodes, few failures would be more than half.
-        ends = [len(seeds) * part // parts for part in range(parts + 1)]
+        ends = [len(seeds) * i // count for i in range(count + 1)]
         batches = [
             self._finish(act, self._begin(seeds[start:end])) for start, end in pairwise(ends)
         ]
         self._batch = None
         return self._stack(batches)
 
-    def made(self) -> list[int]:
-        """Places in a batch that have an environment, for :meth:`make`."""
-        return self._slots.filled()
+    def made_environments(self) -> list[int]:
+        """Indices of the environments made so far, for :meth:`make_environments`."""
+        return self._pool.made()
 
-    def make(self, places: Sequence[int]) -> None:
-        """Make the environments at these places now. One that cannot be is made when needed."""
-        self._slots.fill(places)
+    def make_environments(self, indices: Sequence[int]) -> None:
+        """Make these environments now. One that cannot be made is tried again when needed."""
+        self._pool.make(indices)
 
     def close(self) -> None:
         """Close all environments, within seconds; a later ``reset`` makes new ones."""
         self._batch = None
-        self._slots.close()
+        self._pool.close()
 
     def _begin(self, seeds: Sequence[int]) -> list[ReasoningPrompts]:
         self._batch = None
         batch = EpisodeBatch([Episode(seed) for seed in seeds])
-        with batch.in_environments():
-            missing = self._slots.fill(range(len(seeds)))
-            for place, outcome in missing.items():
-                self._settle(batch, place, outcome, Episode.start)
-            if not batch.lost:
-                places = [place for place in range(len(seeds)) if place not in missing]
-                resets = {p: partial(self._slots[p].reset, seed=seeds[p]) for p in places}
+        with batch.environment_time():
+            not_made = self._pool.make(range(len(seeds)))
+            for i, outcome in not_made.items():
+                self._settle(batch, i, outcome, Episode.start)
+            if not batch.mostly_failed:
+                resets = {
+                    i: partial(self._pool[i].reset, seed=seed)
+                    for i, seed in enumerate(seeds)
+                    if i not in not_made
+                }
                 self._call(batch, resets, Episode.start, self._reset_workers)
         return self._hand_out(batch)
 
@@ -270,24 +285,24 @@ class SyncMultiTurnVecEnv:
         take: Callable[[Episode, Any], None],
         workers: int | None = None,
     ) -> None:
-        """Call into the environments at some places, until done or more than half failed."""
-        if batch.lost:
+        """Call some environments, by index, until done or more than half of the batch failed."""
+        if batch.mostly_failed:
             return
-        with closing(self._slots.call(functions, workers)) as outcomes:
-            for place, outcome in outcomes:
-                self._settle(batch, place, outcome, take)
-                if batch.episodes[place].failed and batch.lost:
+        with closing(self._pool.call(functions, workers)) as outcomes:
+            for index, outcome in outcomes:
+                self._settle(batch, index, outcome, take)
+                if batch.episodes[index].failed and batch.mostly_failed:
                     return
 
     def _settle(
         self,
         batch: EpisodeBatch,
-        place: int,
+        index: int,
         outcome: CallOutcome,
         take: Callable[[Episode, Any], None],
     ) -> None:
-        """Hand what an environment returned to its episode, or end the episode."""
-        episode, error = batch.episodes[place], outcome.error
+        """Pass what an environment returned to its episode, or end the episode."""
+        episode, error = batch.episodes[index], outcome.error
         if error is None:
             try:
                 take(episode, outcome.value)
@@ -297,17 +312,16 @@ class SyncMultiTurnVecEnv:
             return
         self.failures += 1
         self.timeouts += outcome.timed_out
-        batch.note(place, error)
-        episode.fail(self.error_reward)
+        batch.fail(index, error, self.error_reward)
 
     def _hand_out(self, batch: EpisodeBatch) -> list[ReasoningPrompts]:
         failed = batch.failed()
-        self._slots.drop(failed)
+        self._pool.drop(failed)
         of_all = f"{len(failed)} of {len(batch.episodes)} episodes failed"
-        if batch.lost:
+        if batch.mostly_failed:
             raise EnvironmentFailure(
                 f"{of_all}, more than half of the batch. The first: {batch.first_failure}\n"
-                "  Mend the environment; step_timeout gives slow ones more time."
+                "  Fix the environment, or raise step_timeout if it is slow."
             ) from batch.first_error
         prompts = batch.prompts()
         if failed and not prompts:

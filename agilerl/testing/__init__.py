@@ -1,13 +1,15 @@
-"""Small real things for tests, docs and dry runs: tokenizers, models and tasks, no network.
+"""Tokenizers, models, tasks and tools for tests, docs and dry runs; small, and without network.
 
 * :func:`byte_tokenizer` and :func:`tiny_model`: one id per byte, and a Qwen2 with random weights.
 * :func:`load_bundled_model`: a warmed-up model that ships with this package; it can learn.
 * :func:`spell_backward_datasets` and the two reward functions: the single-turn task.
 * :func:`guess_the_number_env`: GEM's game, the multi-turn task.
+* :func:`calculator`: a tool for ``ToolEnv``.
 """
 
 from __future__ import annotations
 
+from agilerl.testing.arithmetic import calculator
 from agilerl.testing.bundled import bundled_model_path, load_bundled_model
 from agilerl.testing.guess_the_number import guess_the_number_env
 from agilerl.testing.tasks import (
@@ -23,6 +25,7 @@ __all__ = [
     "SPELL_BACKWARD_CONVERSATION",
     "bundled_model_path",
     "byte_tokenizer",
+    "calculator",
     "guess_the_number_env",
     "load_bundled_model",
     "spell_backward_correct",

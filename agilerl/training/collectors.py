@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from agilerl.llm_envs.base import TrainingBatchSampler
+from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training.experience import Experience, Sample
@@ -162,7 +162,7 @@ class MultiTurnCollector:
         """The training seeds, their order and the position in it, and the episodes' limits."""
         order = self.order
         return {
-            "groups_per_iteration": order.batch_size * order.num_processes,
+            "groups_per_iteration": order.batch_size * order.num_replicas,
             "train_seeds": order.rows,
             "seed": order.seed,
             "epoch": order.epoch,
@@ -173,7 +173,9 @@ class MultiTurnCollector:
 
     def state_dict(self) -> dict[str, Any]:
         """The position among the training seeds, and which environments are made already."""
-        return {"position": {**self.order.state_dict(), "environments": self.env.made()}}
+        return {
+            "position": {**self.order.state_dict(), "environments": self.env.made_environments()}
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position.
@@ -182,7 +184,7 @@ class MultiTurnCollector:
         now, before the streams are restored.
         """
         position = dict(state["position"])
-        self.env.make(position.pop("environments", ()))
+        self.env.make_environments(position.pop("environments", ()))
         self.order.load_state_dict(position)
 
 

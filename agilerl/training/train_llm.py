@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agilerl.checks import COUNT
-from agilerl.llm_envs.base import TrainingBatchSampler
+from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
 from agilerl.training.environments import EnvironmentFactory, single_turn_environments

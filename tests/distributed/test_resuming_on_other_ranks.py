@@ -12,7 +12,7 @@ import pytest
 from case_settings import each_setting, settings_of
 from training_runs import reasoning, sums, write_result
 
-from agilerl.llm_envs.base import TrainingBatchSampler
+from agilerl.llm_envs.dataset import TrainingBatchSampler
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
 
@@ -38,7 +38,7 @@ def asked(run: Path, iteration: int) -> list[str]:
 
 def following(position: tuple[int, int], batches: int, processes: int) -> list[list[str]]:
     """Questions of rank 0's next batches after an ``(epoch, offset)``."""
-    order = TrainingBatchSampler(7, batch_size=2, seed=42, num_processes=processes)
+    order = TrainingBatchSampler(7, batch_size=2, seed=42, num_replicas=processes)
     order.epoch, order.offset = position
     questions = []
     for _ in range(batches):

@@ -16,8 +16,7 @@ from sums_data import TEMPLATE, sums
 from transformers import PreTrainedTokenizerFast
 
 from agilerl.llm_envs import ReasoningGym, RewardError
-from agilerl.llm_envs.base import TrainingBatchSampler
-from agilerl.llm_envs.fingerprint import fingerprint
+from agilerl.llm_envs.dataset import TrainingBatchSampler, fingerprint
 from agilerl.testing import (
     SPELL_BACKWARD_CONVERSATION,
     byte_tokenizer,
@@ -510,10 +509,14 @@ def test_answers_of_any_kind_have_a_fingerprint() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [
-        ({"train_dataset": None}, TypeError, "train_dataset must be a datasets.Dataset"),
-        ({"test_dataset": [{"question": "q"}]}, TypeError, "test_dataset must be .* got list"),
+        ({"train_dataset": None}, TypeError, "train_dataset is .*must be a datasets.Dataset"),
+        (
+            {"test_dataset": [{"question": "q"}]},
+            TypeError,
+            "test_dataset is of type list; it must be",
+        ),
         ({"train_dataset": DatasetDict(train=sums(0, 2))}, TypeError, "one split"),
-        ({"train_dataset": sums(0, 2).to_iterable_dataset()}, TypeError, "got IterableDataset"),
+        ({"train_dataset": sums(0, 2).to_iterable_dataset()}, TypeError, "of type IterableDataset"),
         ({"train_dataset": Dataset.from_list([])}, ValueError, "train_dataset has no rows"),
         ({"test_dataset": sums(0, 0)}, ValueError, "test_dataset has no rows"),
         (
@@ -528,20 +531,28 @@ def test_answers_of_any_kind_have_a_fingerprint() -> None:
             "train_dataset row 1: question must be a string, got None",
         ),
         ({"tokenizer": None}, TypeError, "tokenizer must be"),
-        ({"reward_fn": 1.0}, TypeError, "reward_fn must be callable"),
+        ({"reward_fn": 1.0}, TypeError, "reward_fn is 1.0; pass a function"),
         ({"reward_fn": lambda completion, answer: 0.0}, TypeError, "three arguments"),
         ({"conversation_template": []}, ValueError, "has no {question}"),
         ({"conversation_template": "{question}"}, TypeError, "list of messages"),
-        ({"data_batch_size_per_gpu": 0}, ValueError, "data_batch_size_per_gpu must be 1 or more"),
-        ({"data_batch_size_per_gpu": 2.5}, TypeError, "data_batch_size_per_gpu must be an int"),
-        ({"eval_batch_size": -1}, ValueError, "eval_batch_size must be 1 or more"),
-        ({"max_context_length": 0}, ValueError, "max_context_length must be 1 or more"),
-        ({"max_context_length": "9"}, TypeError, "max_context_length must be an int"),
-        ({"seed": -1}, ValueError, "seed must be 0 or more"),
-        ({"seed": None}, TypeError, "seed must be an int"),
+        (
+            {"data_batch_size_per_gpu": 0},
+            ValueError,
+            "data_batch_size_per_gpu is .*must be at least 1",
+        ),
+        (
+            {"data_batch_size_per_gpu": 2.5},
+            TypeError,
+            "data_batch_size_per_gpu is .*must be an integer",
+        ),
+        ({"eval_batch_size": -1}, ValueError, "eval_batch_size is .*must be at least 1"),
+        ({"max_context_length": 0}, ValueError, "max_context_length is .*must be at least 1"),
+        ({"max_context_length": "9"}, TypeError, "max_context_length is .*must be an integer"),
+        ({"seed": -1}, ValueError, "seed is .*must be at least 0"),
+        ({"seed": None}, TypeError, "seed is .*must be an integer"),
         ({"reward_timeout": -1}, ValueError, "reward_timeout is -1"),
         ({"failure_reward": float("inf")}, ValueError, "failure_reward is inf"),
-        ({"reward_workers": 0}, ValueError, "reward_workers must be 1 or more"),
+        ({"reward_workers": 0}, ValueError, "reward_workers is .*must be at least 1"),
         ({"accelerator": "cpu"}, TypeError, "accelerator must be"),
     ],
 )
@@ -565,11 +576,15 @@ def test_completions_that_do_not_belong_to_the_batch(make_env: MakeEnv) -> None:
         env.step([])
     good = blank(env.reset(), 2)
     cases: list[tuple[Any, type[Exception], str]] = [
-        (torch.stack([g[0, :5] for g in good]), TypeError, "must be a list of tensors, got Tensor"),
+        (
+            torch.stack([g[0, :5] for g in good]),
+            TypeError,
+            "of type Tensor; it must be a list of tensors",
+        ),
         (good[:2], ValueError, "2 entries for the 3 prompts"),
-        ([*good[:2], good[2].float()], TypeError, r"completion_ids\[2\] must be a tensor"),
-        ([*good[:2], good[2].tolist()], TypeError, r"completion_ids\[2\] must be a tensor"),
-        ([good[0], good[2], good[1]], ValueError, r"completion_ids\[1\].*prompt 1"),
+        ([*good[:2], good[2].float()], TypeError, r"completion_ids\[2\] is of type torch.float32"),
+        ([*good[:2], good[2].tolist()], TypeError, r"completion_ids\[2\] is of type list"),
+        ([good[0], good[2], good[1]], ValueError, r"completion_ids\[1\] does not start with"),
         ([good[0][0], *good[1:]], ValueError, r"\(G, T\)"),
         ([good[0][:, :4], *good[1:]], ValueError, "start with the"),
         ([good[0][:0], *good[1:]], ValueError, r"\(0, "),

@@ -169,10 +169,14 @@ def test_a_template_without_a_system_role_says_so_at_once() -> None:
     ],
 )
 def test_a_template_that_rewrites_earlier_turns(
-    style: str, first_answer: str, system_prompt: str | None, caplog: pytest.LogCaptureFixture
+    style: str,
+    first_answer: str,
+    system_prompt: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The ids stay as they were sampled, and the log says so once."""
-    checks._warned.clear()
+    monkeypatch.setattr(checks, "_warned", set())
     tokenizer = chat_tokenizer(style)
     env = TokenObservationWrapper(
         Script("Hi", "more", "and"), tokenizer, 4, system_prompt=system_prompt
@@ -432,8 +436,8 @@ def test_close() -> None:
     ("method", "value", "says"),
     [
         ("reset", "text", r"reset must return \(observation, info\)"),
-        ("reset", (1, {}), "observation as text"),
-        ("reset", ("a", 3), "info as a dict"),
+        ("reset", (1, {}), "observation .* is 1; it must be text"),
+        ("reset", ("a", 3), "is 3; it must be a dict"),
         ("step", ("a", 0.0, True), r"step must return \(observation, reward"),
         ("step", ("a", "much", True, False, {}), "reward 'much'"),
     ],
@@ -456,11 +460,11 @@ def test_a_reward_that_is_not_finite() -> None:
     ("arguments", "error", "says"),
     [
         ({"env": object()}, TypeError, "env must have reset"),
-        ({"max_turns": 0}, ValueError, "max_turns must be 1 or more"),
-        ({"max_turns": 1.5}, TypeError, "max_turns must be an int"),
-        ({"max_model_len": 1}, ValueError, "max_model_len must be 2 or more"),
-        ({"max_output_tokens": 0}, ValueError, "max_output_tokens must be 1 or more"),
-        ({"pad_id": -1}, ValueError, "pad_id must be 0 or more"),
+        ({"max_turns": 0}, ValueError, "max_turns is .*must be at least 1"),
+        ({"max_turns": 1.5}, TypeError, "max_turns is .*must be an integer"),
+        ({"max_model_len": 1}, ValueError, "max_model_len is .*must be at least 2"),
+        ({"max_output_tokens": 0}, ValueError, "max_output_tokens is .*must be at least 1"),
+        ({"pad_id": -1}, ValueError, "pad_id is .*must be at least 0"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], says: str) -> None:

@@ -19,9 +19,8 @@ from agilerl.llm_envs import (
     SyncMultiTurnVecEnv,
     TokenObservationWrapper,
     ToolEnv,
-    calculator,
 )
-from agilerl.testing import byte_tokenizer
+from agilerl.testing import byte_tokenizer, calculator
 from agilerl.typing import ActionResult, ReasoningPrompts
 
 TASKS = [{"question": "2 + 3?", "answer": "5"}, {"question": "{6} * 7?", "answer": "42"}]
@@ -106,8 +105,8 @@ def test_a_seed_picks_the_task() -> None:
 
 
 @pytest.fixture
-def said_nothing_yet() -> None:
-    checks._warned.clear()
+def nothing_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_warned", set())
 
 
 def asked(env: ToolEnv, seeds: range) -> list[str]:
@@ -117,7 +116,7 @@ def asked(env: ToolEnv, seeds: range) -> list[str]:
 TRAINING, EVALUATION = range(3), range(EVALUATION_SEED_START, EVALUATION_SEED_START + 3)
 
 
-@pytest.mark.usefixtures("said_nothing_yet")
+@pytest.mark.usefixtures("nothing_warned_yet")
 def test_evaluation_has_tasks_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     kept_apart = [{"question": "9 - 1?", "answer": "8"}, {"question": "1 + 1?", "answer": "2"}]
     env = tool_env(instructions="", test_tasks=kept_apart)
@@ -134,7 +133,7 @@ def test_evaluation_has_tasks_of_its_own(caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.records
 
 
-@pytest.mark.usefixtures("said_nothing_yet")
+@pytest.mark.usefixtures("nothing_warned_yet")
 def test_evaluation_on_the_training_tasks_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     envs = [tool_env(), tool_env()]
     for env in envs:
@@ -345,24 +344,28 @@ def test_a_failing_reward_function() -> None:
     ("kwargs", "error", "match"),
     [
         ({"tasks": []}, ValueError, "tasks is empty"),
-        ({"tasks": "ab"}, TypeError, "tasks must be a list of dicts or a function, got 'ab'"),
-        ({"tasks": 3}, TypeError, "tasks must be a list of dicts or a function, got 3"),
+        ({"tasks": "ab"}, TypeError, "tasks is 'ab'; it must be a list of dicts or a function"),
+        ({"tasks": 3}, TypeError, "tasks is 3; it must be a list of dicts or a function"),
         ({"test_tasks": []}, ValueError, "test_tasks is empty"),
         ({"test_tasks": [{}]}, ValueError, "has no question and no answer"),
         ({"reasoning_end": ""}, ValueError, "reasoning_end is empty"),
-        ({"reasoning_start": 1}, TypeError, "reasoning_start must be text or None, got 1"),
-        ({"tasks": ["x"]}, TypeError, "a task must be a dict.* got 'x'"),
+        ({"reasoning_start": 1}, TypeError, "reasoning_start is 1; it must be text or None"),
+        ({"tasks": ["x"]}, TypeError, "a task is 'x'; it must be a dict"),
         ({"tasks": [{"question": "x"}]}, ValueError, "has no answer"),
-        ({"tasks": [{"question": 1, "answer": 1}]}, TypeError, "question must be text, got 1"),
+        (
+            {"tasks": [{"question": 1, "answer": 1}]},
+            TypeError,
+            "a task's question is 1; it must be text",
+        ),
         ({"tools": {}}, ValueError, "tools is empty"),
-        ({"tools": [calculator]}, TypeError, "tools must be a dict of functions by name"),
+        ({"tools": [calculator]}, TypeError, "tools is .*must be a dict of functions by name"),
         ({"tools": {"x": 1}}, TypeError, "tools has 'x': 1"),
         ({"tools": {"sqrt": math.sqrt}}, TypeError, r"tools\['sqrt'\] takes 'x' by position only"),
         ({"reward_fn": len}, TypeError, "three arguments"),
-        ({"max_calls": -1}, ValueError, "max_calls must be 0 or more"),
+        ({"max_calls": -1}, ValueError, "max_calls is .*must be at least 0"),
         ({"call_cost": "1"}, TypeError, "call_cost is '1'"),
         ({"tool_timeout": 0}, ValueError, "tool_timeout is 0"),
-        ({"max_result_characters": 0}, ValueError, "max_result_characters must be 1"),
+        ({"max_result_characters": 0}, ValueError, "max_result_characters is .*must be at least 1"),
     ],
 )
 def test_bad_arguments(kwargs: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -371,7 +374,7 @@ def test_bad_arguments(kwargs: dict[str, Any], error: type[Exception], match: st
 
 
 def test_a_task_function_that_returns_no_task() -> None:
-    with pytest.raises(TypeError, match="a task must be a dict"):
+    with pytest.raises(TypeError, match="a task is None; it must be a dict"):
         tool_env(tasks=lambda seed: None).reset(seed=0)
 
 

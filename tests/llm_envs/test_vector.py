@@ -396,15 +396,15 @@ def test_environments_can_be_made_beforehand() -> None:
         return made[-1]
 
     env = vec_env(factory, batch_size=3)
-    assert env.made() == []
-    env.make([0, 2])
-    assert (env.made(), len(made)) == ([0, 2], 2)
-    env.make([0, 1, 2])  # one of them fails
-    assert (env.made(), len(made)) == ([0, 2], 3)
+    assert env.made_environments() == []
+    env.make_environments([0, 2])
+    assert (env.made_environments(), len(made)) == ([0, 2], 2)
+    env.make_environments([0, 1, 2])  # one of them fails
+    assert (env.made_environments(), len(made)) == ([0, 2], 3)
     assert env.play(act, [1, 2, 3]).turns.tolist() == [2, 3, 1]
-    assert (env.made(), len(made)) == ([0, 1, 2], 4)
+    assert (env.made_environments(), len(made)) == ([0, 1, 2], 4)
     env.close()
-    assert env.made() == []
+    assert env.made_environments() == []
 
 
 def test_evaluation_plays_its_seeds_once_each() -> None:
@@ -496,16 +496,16 @@ def test_one_environment_cannot_play_two_episodes() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [
-        ({"env_factory": Game()}, TypeError, "env_factory must be callable"),
-        ({"env_config": [1]}, TypeError, "env_config must be a dict"),
-        ({"batch_size": 0}, ValueError, "batch_size must be 1 or more"),
-        ({"group_size": 1.5}, TypeError, "group_size must be an int"),
-        ({"max_turns": 0}, ValueError, "max_turns must be 1 or more"),
-        ({"max_workers": 0}, ValueError, "max_workers must be 1 or more"),
-        ({"reset_workers": 0}, ValueError, "reset_workers must be 1 or more"),
+        ({"env_factory": Game()}, TypeError, "env_factory is .*must be a function"),
+        ({"env_config": [1]}, TypeError, "env_config is .*must be a dict"),
+        ({"batch_size": 0}, ValueError, "batch_size is .*must be at least 1"),
+        ({"group_size": 1.5}, TypeError, "group_size is .*must be an integer"),
+        ({"max_turns": 0}, ValueError, "max_turns is .*must be at least 1"),
+        ({"max_workers": 0}, ValueError, "max_workers is .*must be at least 1"),
+        ({"reset_workers": 0}, ValueError, "reset_workers is .*must be at least 1"),
         ({"step_timeout": 0}, ValueError, "step_timeout is 0"),
         ({"error_reward": float("nan")}, ValueError, "error_reward is nan"),
-        ({"evaluation_episodes": 0}, ValueError, "evaluation_episodes must be 1"),
+        ({"evaluation_episodes": 0}, ValueError, "evaluation_episodes is .*must be at least 1"),
     ],
 )
 def test_bad_arguments(kwargs: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -519,15 +519,23 @@ def test_bad_calls_change_nothing() -> None:
         env.step([])
     with pytest.raises(ValueError, match="1 seeds for a batch_size of 2"):
         env.reset([1])
-    with pytest.raises(TypeError, match=r"seeds\[1\] must be an int"):
+    with pytest.raises(TypeError, match=r"seeds\[1\] is .2.; it must be an integer"):
         env.reset([1, "2"])  # type: ignore[list-item]
     prompts = env.reset([1, 2])
     right = act(prompts).completion_ids
     for wrong, error, match in (
-        ([right[0][0], right[1]], ValueError, r"completion_ids\[0\] has shape \(3,\), expected"),
+        (
+            [right[0][0], right[1]],
+            ValueError,
+            r"completion_ids\[0\] has shape \(3,\); it must be \(1, T\)",
+        ),
         (right[:1], ValueError, "1 entries for the 2 prompts"),
         (right[::-1], ValueError, r"completion_ids\[0\] does not start with the 2 tokens"),
-        ([right[0], right[1].float()], TypeError, r"completion_ids\[1\] must be a tensor of token"),
+        (
+            [right[0], right[1].float()],
+            TypeError,
+            r"completion_ids\[1\] is .*must be a tensor of token",
+        ),
         (torch.cat(right), TypeError, "must be a list of tensors"),
     ):
         with pytest.raises(error, match=match):

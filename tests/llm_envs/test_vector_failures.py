@@ -443,4 +443,4 @@ def test_an_info_that_is_no_dict_fails_the_episode(caplog: pytest.LogCaptureFixt
             return (*result[:4], "info") if self.ids[1] == 2 else result
 
     assert SyncMultiTurnVecEnv(Wrong, 2).play(act, [1, 2]).failed.tolist() == [False, True]
-    assert "step must return an info dict as its last value, got 'info'" in caplog.text
+    assert "the info that step returned is 'info'; it must be a dict" in caplog.text

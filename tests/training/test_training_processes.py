@@ -22,7 +22,7 @@ from training_fakes import FakeAgent, FakeGym
 from agilerl.distributed import Ranks
 from agilerl.llm.update import NonFiniteUpdateError
 from agilerl.llm_envs import ReasoningGym
-from agilerl.llm_envs.base import TrainingBatchSampler
+from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.testing import byte_tokenizer
 from agilerl.training import rank_consistency

@@ -1,4 +1,4 @@
-"""The token ids of an episode, as the training rows they become."""
+"""The token ids of one episode: the context as it grows, and the training rows it becomes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from agilerl.llm.batch import stack_rows
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Ids that come from one hand: the model's answer of a turn, or what surrounds it."""
+class Segment:
+    """Consecutive ids of one origin: an answer of the model, or the text between two answers."""
 
     ids: list[int]
     text: str
     turn: int = -1
-    """The turn that sampled these ids; -1: template and environment wrote them."""
+    """The turn in which these ids were sampled; -1: from the template and the environment."""
 
 
 @dataclass
 class _Row:
-    pieces: list[Piece]
-    """First prompt, then answers and feedback in turns."""
+    segments: list[Segment]
+    """First prompt, then answers and feedback alternating."""
     seen: int
-    """The first so many pieces are context here: earlier rows train their answers."""
+    """Leading segments that are only context here: earlier rows train their answers."""
 
 
 @dataclass
-class EpisodeRows:
-    """An episode grows by answers and feedback; a window that slides begins another row.
+class EpisodeTokens:
+    """The ids of an episode, which grows by answers and feedback.
+
+    When the window slides, the oldest turns leave the context and a new training row begins.
 
     Two turns, no sliding; P prompt, A answer, F feedback, ids of one row and its action mask::
 
@@ -37,7 +39,7 @@ class EpisodeRows:
         . . T T . . T          turn 0: two positions, turn 1: one
     """
 
-    first: Piece
+    first: Segment
     _rows: list[_Row] = field(init=False)
     _texts: list[str] = field(init=False, default_factory=list)
     length: int = field(init=False)
@@ -54,35 +56,35 @@ class EpisodeRows:
 
     def context_ids(self) -> list[int]:
         """Ids of the present context."""
-        return [token for piece in self._rows[-1].pieces for token in piece.ids]
+        return [token for segment in self._rows[-1].segments for token in segment.ids]
 
     def context_text(self) -> str:
         """Text of the present context."""
-        return "".join(piece.text for piece in self._rows[-1].pieces)
+        return "".join(segment.text for segment in self._rows[-1].segments)
 
-    def add_action(self, action: Piece) -> None:
+    def add_action(self, action: Segment) -> None:
         """Append an answer."""
         self._append(action)
 
-    def add_feedback(self, feedback: Piece) -> None:
-        """Append what the template and the environment say after an answer."""
+    def add_feedback(self, feedback: Segment) -> None:
+        """Append the text of template and environment that follows an answer."""
         self._append(feedback)
 
     def drop_oldest_turn(self) -> bool:
-        """Take the oldest answer and its feedback out of the context; False: only one is left.
+        """Drop the oldest answer and its feedback from the context; False if only one is left.
 
         Must be called after an answer, before its feedback is added.
         """
-        pieces = self._rows[-1].pieces
-        if len(pieces) <= 2:
+        segments = self._rows[-1].segments
+        if len(segments) <= 2:
             return False
-        kept = [pieces[0], *pieces[3:]]
+        kept = [segments[0], *segments[3:]]
         if self._trains(self._rows[-1]):
             self._rows.append(_Row(kept, seen=len(kept)))
         else:
-            # Nothing was sampled since the last turn left: still the same new row.
+            # Nothing was sampled since the last turn was dropped: still the same new row.
             self._rows[-1] = _Row(kept, seen=len(kept))
-        self.length = sum(len(piece.ids) for piece in kept)
+        self.length = sum(len(segment.ids) for segment in kept)
         return True
 
     def tensors(self, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,24 +97,25 @@ class EpisodeRows:
         turn_ids = stack_rows(turns, -1)
         return stack_rows(ids, pad_id), turn_ids >= 0, turn_ids
 
-    def _append(self, piece: Piece) -> None:
-        self._rows[-1].pieces.append(piece)
-        self._texts.append(piece.text)
-        self.length += len(piece.ids)
+    def _append(self, segment: Segment) -> None:
+        self._rows[-1].segments.append(segment)
+        self._texts.append(segment.text)
+        self.length += len(segment.ids)
 
     @staticmethod
     def _trains(row: _Row) -> bool:
-        return any(piece.turn >= 0 for piece in row.pieces[row.seen :])
+        return any(segment.turn >= 0 for segment in row.segments[row.seen :])
 
 
 def _row_tensors(row: _Row) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids ``(T,)`` and turn ids ``(T - 1,)`` of one row."""
-    pieces = row.pieces if row.pieces[-1].turn >= 0 or len(row.pieces) == 1 else row.pieces[:-1]
-    ids = [token for piece in pieces for token in piece.ids]
+    ends_with_feedback = row.segments[-1].turn < 0 and len(row.segments) > 1
+    segments = row.segments[:-1] if ends_with_feedback else row.segments
+    ids = [token for segment in segments for token in segment.ids]
     turns = [
-        piece.turn if number >= row.seen else -1
-        for number, piece in enumerate(pieces)
-        for _ in piece.ids
+        segment.turn if number >= row.seen else -1
+        for number, segment in enumerate(segments)
+        for _ in segment.ids
     ]
     # Position s predicts token s + 1, so the first token is predicted nowhere.
     return torch.tensor(ids, dtype=torch.long), torch.tensor(turns[1:], dtype=torch.long)

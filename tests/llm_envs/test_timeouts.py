@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agilerl.llm_envs.timeouts import CallPool
+from agilerl.llm_envs.timeouts import TimeoutExecutor
 
 
 def test_outcomes_come_in_the_order_given() -> None:
@@ -24,16 +24,16 @@ def test_outcomes_come_in_the_order_given() -> None:
             first_may_end.set()
         return index * 10
 
-    outcomes = CallPool(5.0, workers=2).run([partial(call, i) for i in range(4)])
+    outcomes = TimeoutExecutor(5.0, workers=2).run([partial(call, i) for i in range(4)])
     assert [(o.index, o.value, o.error) for o in outcomes] == [(i, i * 10, None) for i in range(4)]
-    assert CallPool(1.0).run([]) == []
+    assert TimeoutExecutor(1.0).run([]) == []
 
 
 def test_an_exception_belongs_to_its_call() -> None:
     def fails() -> None:
         raise KeyError("x")
 
-    good, bad = CallPool(5.0).run([lambda: 1, fails])
+    good, bad = TimeoutExecutor(5.0).run([lambda: 1, fails])
     assert good.value == 1
     assert isinstance(bad.error, KeyError)
     assert bad.value is None
@@ -50,14 +50,14 @@ def test_one_worker_runs_one_call_at_a_time_in_order() -> None:
         seen.append((index, len(running)))
         running.remove(index)
 
-    CallPool(5.0, workers=1).run([partial(call, i) for i in range(10)])
+    TimeoutExecutor(5.0, workers=1).run([partial(call, i) for i in range(10)])
     assert seen == [(i, 1) for i in range(10)]
 
 
 def test_calls_over_their_time_are_given_up_and_the_rest_is_made() -> None:
     never = threading.Event()
     calls = [never.wait, lambda: 1, never.wait, lambda: 2, lambda: 3]
-    outcomes = CallPool(0.5, workers=1, timeout_name="step_timeout").run(calls)
+    outcomes = TimeoutExecutor(0.5, workers=1, timeout_name="step_timeout").run(calls)
     assert [o.timed_out for o in outcomes] == [True, False, True, False, False]
     assert [o.value for o in outcomes] == [None, 1, None, 2, 3]
     assert isinstance(outcomes[0].error, TimeoutError)
@@ -73,11 +73,11 @@ def test_a_late_result_is_dropped() -> None:
         late.append(True)
         return "late"
 
-    pool = CallPool(0.05)
-    (outcome,) = pool.run([call])
+    executor = TimeoutExecutor(0.05)
+    (outcome,) = executor.run([call])
     assert outcome.timed_out
     release.set()
-    assert pool.run([lambda: "new"])[0].value == "new"
+    assert executor.run([lambda: "new"])[0].value == "new"
     assert outcome.value is None
 
 
@@ -86,9 +86,9 @@ def test_awaitables_are_awaited() -> None:
         await asyncio.sleep(0.001)
         return value
 
-    pool = CallPool(5.0, workers=4)
-    assert [o.value for o in pool.run([partial(call, i) for i in range(8)])] == list(range(8))
-    pool.close()
+    executor = TimeoutExecutor(5.0, workers=4)
+    assert [o.value for o in executor.run([partial(call, i) for i in range(8)])] == list(range(8))
+    executor.close()
 
 
 def test_closing_the_generator_drops_what_has_not_begun() -> None:
@@ -100,7 +100,7 @@ def test_closing_the_generator_drops_what_has_not_begun() -> None:
         return index
 
     calls = [partial(call, i) for i in range(100)]
-    with closing(CallPool(5.0, workers=2).as_completed(calls)) as outcomes:
+    with closing(TimeoutExecutor(5.0, workers=2).as_completed(calls)) as outcomes:
         next(outcomes)
     time.sleep(0.05)
     assert len(started) < 10
@@ -115,23 +115,23 @@ def test_unfinished_calls_are_those_given_up_and_those_in_hand() -> None:
 
     unfinished: set[int] = set()
     calls = [lambda: 1, release.wait, last, lambda: 3]
-    pool = CallPool(0.5, workers=1)
-    with closing(pool.as_completed(calls, unfinished=unfinished)) as outcomes:
+    executor = TimeoutExecutor(0.5, workers=1)
+    with closing(executor.as_completed(calls, unfinished=unfinished)) as outcomes:
         assert [next(outcomes).index for _ in range(2)] == [0, 1]
         assert third.wait(5)
         assert unfinished == set()
     assert unfinished == {1, 2}
     release.set()
     done: set[int] = set()
-    assert len(list(pool.as_completed([lambda: 1], unfinished=done))) == 1
+    assert len(list(executor.as_completed([lambda: 1], unfinished=done))) == 1
     assert done == set()
 
 
 def test_workers_and_seconds_of_a_run_of_its_own() -> None:
     barrier, never = threading.Barrier(4), threading.Event()
-    pool = CallPool(5.0, workers=1)
-    assert all(o.error is None for o in pool.run([lambda: barrier.wait(5)] * 4, workers=4))
-    (outcome,) = pool.run([never.wait], seconds=0.05)
+    executor = TimeoutExecutor(5.0, workers=1)
+    assert all(o.error is None for o in executor.run([lambda: barrier.wait(5)] * 4, workers=4))
+    (outcome,) = executor.run([never.wait], seconds=0.05)
     assert str(outcome.error) == "no result after 0.05 s"
     never.set()
 
@@ -139,13 +139,13 @@ def test_workers_and_seconds_of_a_run_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [
-        ({"timeout": 0}, ValueError, "tool_timeout is 0; pass the seconds"),
+        ({"timeout": 0}, ValueError, "tool_timeout is 0; it must be above 0"),
         ({"timeout": "60"}, TypeError, "tool_timeout is '60'"),
-        ({"workers": 0}, ValueError, "max_workers must be 1 or more, got 0"),
-        ({"workers": 1.5}, TypeError, "max_workers must be an int"),
+        ({"workers": 0}, ValueError, "max_workers is 0; it must be at least 1"),
+        ({"workers": 1.5}, TypeError, "max_workers is .*must be an integer"),
     ],
 )
 def test_bad_arguments(kwargs: dict[str, Any], error: type[Exception], match: str) -> None:
     names = {"timeout_name": "tool_timeout", "workers_name": "max_workers"}
     with pytest.raises(error, match=match):
-        CallPool(**{"timeout": 1.0, **names, **kwargs})
+        TimeoutExecutor(**{"timeout": 1.0, **names, **kwargs})

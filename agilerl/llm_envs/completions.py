@@ -1,0 +1,114 @@
+"""Checks of the completions that come back for the prompts an environment handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from agilerl.checks import require
+from agilerl.typing import MultiTurnEnv, ReasoningPrompts
+
+REMEDY = "pass the completion_ids that get_action returned for the prompts handed out last"
+
+
+def check_completions(
+    completion_ids: Any, prompts: Sequence[ReasoningPrompts], group_size: int | None = None
+) -> None:
+    """Check that ``completion_ids`` is a list with one ``(G, T)`` tensor of ids per prompt.
+
+    Args:
+        completion_ids: What the caller passed.
+        prompts: The prompts handed out last.
+        group_size: G; None: any.
+
+    Raises:
+        TypeError: Not a list of tensors of ids.
+        ValueError: Another number of tensors, another shape, rows that do not start with their
+            prompt.
+    """
+    require(
+        isinstance(completion_ids, list | tuple),
+        f"completion_ids is of type {type(completion_ids).__name__}; it must be a list of "
+        f"tensors: {REMEDY}",
+        TypeError,
+    )
+    require(
+        len(completion_ids) == len(prompts),
+        f"completion_ids has {len(completion_ids)} entries for the {len(prompts)} prompts handed "
+        f"out; {REMEDY}",
+    )
+    for index, (ids, prompt) in enumerate(zip(completion_ids, prompts, strict=True)):
+        check_completion(f"completion_ids[{index}]", ids, prompt["input_ids"], group_size)
+
+
+def check_completion(
+    name: str, ids: Any, prompt: torch.Tensor, group_size: int | None = None
+) -> None:
+    """Check that ``ids`` are ``(G, T)`` long, each row with the ``(1, P)`` prompt in front.
+
+    Raises:
+        TypeError: Not a tensor of ids.
+        ValueError: Another shape, or other ids in front.
+    """
+    is_tensor = isinstance(ids, torch.Tensor)
+    require(
+        is_tensor and not ids.is_floating_point(),
+        f"{name} is of type {ids.dtype if is_tensor else type(ids).__name__}; it must be a tensor "
+        f"of token ids: {REMEDY}",
+        TypeError,
+    )
+    length, shape = prompt.shape[1], tuple(ids.shape)
+    require(
+        len(shape) == 2 and shape[0] > 0 and group_size in (None, shape[0]),
+        f"{name} has shape {shape}; it must be ({group_size or 'G'}, T), one row per completion: "
+        f"{REMEDY}{', with repeat_prompts=False' if group_size == 1 else ''}",
+    )
+    require(
+        shape[1] >= length and bool((ids[:, :length].cpu() == prompt.cpu()).all()),
+        f"{name} does not start with the {length} tokens of its prompt; {REMEDY}",
+    )
+
+
+def checked_answers(
+    completion_ids: Any, prompts: Sequence[ReasoningPrompts], envs: Sequence[MultiTurnEnv]
+) -> list[torch.Tensor]:
+    """The answers to the prompts of multi-turn episodes, one ``(1, T)`` tensor each, on the CPU.
+
+    Args:
+        completion_ids: Ids with their prompt in front, one answer per prompt.
+        prompts: The prompts handed out last.
+        envs: The environment of each. Where one has a ``max_model_len`` that is not None, no
+            answer may be longer; trailing ``pad_id`` does not count.
+
+    Raises:
+        TypeError: Not a list of tensors of ids.
+        ValueError: Ids that do not fit the prompts; an empty answer, or one that is too long.
+    """
+    check_completions(completion_ids, prompts, group_size=1)
+    answers = []
+    for index, (ids, prompt, env) in enumerate(zip(completion_ids, prompts, envs, strict=True)):
+        name = f"completion_ids[{index}]"
+        require(
+            ids.shape[1] > prompt["input_ids"].shape[1],
+            f"{name} has no token after its prompt; {REMEDY}",
+        )
+        answer = ids.detach().cpu()
+        length, limit = _length(answer[0], env), getattr(env, "max_model_len", None)
+        require(
+            limit is None or length <= limit,
+            f"{name} has {length} tokens, but max_model_len of its environment is {limit}: give "
+            "the agent the same max_model_len",
+        )
+        answers.append(answer)
+    return answers
+
+
+def _length(ids: torch.Tensor, env: MultiTurnEnv) -> int:
+    """Tokens up to the last that is not padding."""
+    pad_id = getattr(env, "pad_id", None)
+    if pad_id is None:
+        return len(ids)
+    tokens = (ids != pad_id).nonzero()
+    return int(tokens[-1]) + 1 if len(tokens) else 0
