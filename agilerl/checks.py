@@ -1,11 +1,11 @@
-"""Refusals of a user's mistakes, in one style: the argument, its value, what it must be.
+"""Argument checks in one style: a message names the argument, its value and what is allowed.
 
-A rule is called with the name and the value of an argument::
+A check is called with the name and the value of an argument::
 
     Number(1, integer=True)("group_size", 0)
     # ValueError: group_size is 0; it must be at least 1
 
-What no rule covers is a sentence of its own, given to :func:`require`.
+For conditions that no check covers, give :func:`require` the message.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def finite_number(what: str, value: Any, remedy: str) -> float:
 
 
 def warn_once(logger: logging.Logger, message: str, *args: Any, per: Hashable = None) -> None:
-    """Log a warning the first time that this very message is given in the process.
+    """Log a warning, but only the first time in this process that the formatted message occurs.
 
     Args:
-        logger: Where to.
-        message: As the logger takes it, with ``args``.
-        *args: What the message is about.
-        per: Once for each of these, though the message is the same.
+        logger: The logger.
+        message: %-format string.
+        *args: Its arguments.
+        per: Log the same message once for each value of this.
     """
     key = (message % args, per)
     if key not in _warned:
@@ -84,9 +84,9 @@ def warn_once(logger: logging.Logger, message: str, *args: Any, per: Hashable = 
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Give a Python warning about an argument, at the user's line that passed it."""
+    """Issue a Python warning that points at the first frame outside this package."""
     frame, level = sys._getframe(1), 2
-    # By module, as the constructor of a dataclass has no file.
+    # By module name: a dataclass's generated constructor has no file.
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("agilerl."):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
@@ -140,7 +140,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class InstanceOf:
-    """An object of a class, or None unless that is excluded."""
+    """An instance of a class; None too, unless ``optional`` is False."""
 
     kind: type | tuple[type, ...]
     description: str

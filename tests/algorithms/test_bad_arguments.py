@@ -55,6 +55,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("hp_config", HyperparameterConfig(lrr=RLParameter(0, 1)), ValueError, "'lrr'.*group_size"),
     ("hp_config", HyperparameterConfig(lr=RLParameter(-1, 1)), ValueError, "lr.*-1.*above 0"),
     ("hp_config", HyperparameterConfig(seed=RLParameter(0, 9)), ValueError, "'seed'.*one of.*lr"),
+    ("hp_config", HyperparameterConfig(batch_size=RLParameter(1, 8)), ValueError, "dtype=int"),
     (
         "hp_config",
         HyperparameterConfig(group_size=RLParameter(1, 8, dtype=int)),

@@ -96,7 +96,7 @@ class Argument:
         )
 
     def __get__(self, agent: object, cls: type) -> Argument:
-        # An agent's own attribute comes first, so with an agent this is one that it does not have.
+        # Reached on an agent only for what it has no attribute of: the agent's own come first.
         if agent is not None:
             raise AttributeError(f"{cls.__name__!r} object has no such attribute")
         return self
@@ -241,6 +241,11 @@ def _check_hp_config(hp_config: HyperparameterConfig, table: Mapping[str, Argume
             name in mutable,
             f"hp_config names {name!r}, which is no hyperparameter that can be mutated; it must be "
             f"one of {', '.join(mutable)}",
+        )
+        rule = table[name].rule
+        require(
+            parameter.dtype is int or not (isinstance(rule, Number) and rule.integer),
+            f"{name} in hp_config has dtype float, but it counts; pass RLParameter(..., dtype=int)",
         )
         for limit in (parameter.min, parameter.max):
             table[name].check(f"limit of {name} in hp_config", parameter.dtype(limit))
