@@ -150,6 +150,23 @@ def _sequence_weights(batch: TrainBatch) -> torch.Tensor | None:
     return tokens / total[batch.trajectory_ids].clamp(min=1)
 
 
+def _loss_scale(weights: torch.Tensor, dtype: torch.dtype) -> float:
+    """A power of two by which losses are multiplied in backward, so that gradients do not underflow.
+
+    A token's gradient is proportional to its weight, 1 / (B·S) or so, and float16 has no numbers
+    below 6e-8. Scaled, the mean weight is in [1, 2). Gradients are unscaled before they are summed
+    over ranks, so each rank chooses by its own rows.
+
+    Args:
+        weights: ``(n, S)`` of the tokens of a mini-batch; 0 for those that are not trained.
+        dtype: The base's.
+    """
+    trained = weights[weights > 0]
+    if dtype != torch.float16 or not len(trained):
+        return 1.0
+    return float(2.0 ** -math.floor(math.log2(trained.mean())))
+
+
 def _active_rows(batch: TrainBatch, update: UpdateConfig) -> torch.Tensor:
     """``(B,)`` bool: rows with a gradient."""
     assert batch.advantages is not None
@@ -205,6 +222,7 @@ class _Updater:
             None if batch.sequence_weights is None else batch.sequence_weights[rows],
             mini_batch.counts,
         )
+        self.engine.loss_scale = _loss_scale(weights, self.policy.base.model.dtype)
         sizes = [len(part) for part in mini_batch.micro_batches]
         row_losses = [
             self._micro_batch(part, part_weights, first)

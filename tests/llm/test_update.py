@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from rollout_helpers import (
     lora,
     random_batch,
     random_policy,
+    randomise,
     randomise_all,
     relative_difference,
 )
@@ -36,6 +38,7 @@ from agilerl.llm.losses import (
     weighted_loss,
 )
 from agilerl.llm.policy import Policy, scatter_actions
+from agilerl.llm.shared_base import SharedBase
 from agilerl.llm.update import SkippedSteps, run_update
 from agilerl.testing import tiny_model
 
@@ -264,6 +267,23 @@ def test_the_update_raises_the_probability_of_what_was_rewarded(policy: Policy) 
         Run(batch, values, lr=0.05)(policy, objective(loss_type))
     change = (policy.frozen_logprobs(batch, "actor", FORWARD) - before).sum(1)
     assert change[::2].mean() > 0 > change[1::2].mean()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo"])
+def test_the_gradient_on_a_float16_base_is_that_on_a_float32_one(loss_type: str) -> None:
+    """Also with weights that are small in float16, as those of long batches are."""
+    model = tiny_model(dtype=torch.float16)
+    found = []
+    for base in (model, copy.deepcopy(model).float()):
+        roles = dict.fromkeys(("actor", "reference"), lora())
+        policy = Policy(SharedBase.of(base), roles, seed=0)
+        for number, role in enumerate(policy.roles):
+            randomise(policy.parameters(role), seed=number, dtype=torch.float32)
+        long = objective(loss_type, reduction="constant", max_output_tokens=131_072)
+        metrics, engine = Run()(policy, long)
+        assert metrics["skipped_steps"] == 0 and engine.loss_scale == 1.0
+        found.append(engine.seen[0])
+    assert relative_difference(*found) < 0.02
 
 
 def test_an_objective_of_ones_own(policy: Policy) -> None:

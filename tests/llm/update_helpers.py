@@ -36,7 +36,7 @@ class RecordingEngine(LocalEngine):
         self.backwards += 1
         super().backward(loss)
 
-    def step(self, max_grad_norm: float) -> float:
+    def _reduce_gradients(self) -> None:
         grads = [p.grad for p in self.parameters]
         self.seen.append(
             {
@@ -44,7 +44,6 @@ class RecordingEngine(LocalEngine):
                 for name, gradient in zip(self.names, grads, strict=True)
             }
         )
-        return super().step(max_grad_norm)
 
 
 @dataclass

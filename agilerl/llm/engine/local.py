@@ -85,7 +85,7 @@ class LocalEngine:
         """The learning rate of each parameter group as last set by :meth:`set_lr`."""
         self.scheduler = None if schedule is None else cosine_schedule(self.optimizer, schedule)
         self.ranks = Ranks()
-        self._loss_scale = 1.0
+        self.loss_scale = 1.0
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
         """Take over new learning rates; those that are the current ones change nothing.
@@ -104,16 +104,9 @@ class LocalEngine:
         self._follow_peaks()
         self.lrs = lrs
 
-    def backward(self, loss: torch.Tensor, loss_scale: float = 1.0) -> None:
-        """Accumulate gradients.
-
-        Args:
-            loss: Scalar.
-            loss_scale: Multiplies the loss in backward, and is divided out of the accumulated
-                gradients at the step: a power of two, the same from one step to the next.
-        """
-        self._loss_scale = loss_scale
-        (loss if loss_scale == 1.0 else loss * loss_scale).backward()
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate gradients, of ``loss_scale`` times the loss."""
+        (loss if self.loss_scale == 1.0 else loss * self.loss_scale).backward()
 
     def step(self, max_grad_norm: float) -> float:
         """Clip, step if all gradients are finite, clear; returns the norm before clipping."""
@@ -126,16 +119,17 @@ class LocalEngine:
         return norm
 
     def _unscale_gradients(self) -> None:
-        if self._loss_scale != 1.0:
+        if self.loss_scale != 1.0:
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    parameter.grad /= self._loss_scale
+                    parameter.grad /= self.loss_scale
 
     def _reduce_gradients(self) -> None:
         """Make the gradients those of all ranks."""
 
     def discard(self) -> None:
-        """Clear accumulated gradients."""
+        """Clear accumulated gradients and the loss scale."""
+        self.loss_scale = 1.0
         for parameter in self.parameters:
             parameter.grad = None
 
