@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from agilerl.checks import require
 from agilerl.llm.engine.partition_checks import full_shape
 
 
@@ -68,18 +69,29 @@ def check_head(model: PreTrainedModel) -> None:
     """Compare, on a few tokens, the head as :func:`find_head` read it with the model's own logits.
 
     Raises:
-        ValueError: If they differ: the model makes its logits in a way unknown here.
+        ValueError: If they differ, or the model cannot be run.
     """
+    name = type(model).__name__
+    require(
+        model.base_model is not model,  # Llama 4
+        f"{name} is not supported: its decoder is not found, as its base_model_prefix "
+        f"{model.base_model_prefix!r} names no part of it",
+    )
     ids = torch.arange(1, 5, device=next(model.parameters()).device)[None]
     ids = ids % model.config.get_text_config().vocab_size
-    expected = model(input_ids=ids, use_cache=False).logits[0]
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-    made = find_head(model).logits(hidden)
-    if not equal_up_to_rounding(made, expected):
+    try:
+        expected = model(input_ids=ids, use_cache=False).logits[0]
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        made = find_head(model).logits(hidden)
+    except Exception as error:  # whatever a model that is not like the others runs into
         raise ValueError(
-            f"{type(model).__name__} makes logits from hidden states in a way that is not "
-            "supported: output embedding, logit scale and soft cap do not give model(...).logits"
-        )
+            f"{name} is not supported: it cannot be run as decoder and head ({error!r})"
+        ) from error
+    require(
+        equal_up_to_rounding(made, expected),
+        f"{name} makes logits from hidden states in a way that is not supported: "
+        "output embedding, logit scale and soft cap do not give model(...).logits",
+    )
 
 
 def check_pad_token(pad_token_id: int, model: PreTrainedModel) -> None:

@@ -151,7 +151,7 @@ def _sequence_weights(batch: TrainBatch) -> torch.Tensor | None:
 
 
 def _loss_scale(weights: torch.Tensor, dtype: torch.dtype) -> float:
-    """A power of two by which losses are multiplied in backward, so that gradients do not underflow.
+    """A power of two by which losses are multiplied in backward, against underflow.
 
     A token's gradient is proportional to its weight, 1 / (B·S) or so, and float16 has no numbers
     below 6e-8. Scaled, the mean weight is in [1, 2). Gradients are unscaled before they are summed

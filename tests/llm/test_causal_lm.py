@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from model_families import FAMILIES, make_family
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from agilerl.llm.causal_lm import check_head, equal_up_to_rounding, find_head
 from agilerl.llm.shared_base import SharedBase
@@ -54,3 +55,30 @@ def test_nothing_equals_nan_or_another_shape() -> None:
     assert not equal_up_to_rounding(ones, ones * torch.nan)
     assert not equal_up_to_rounding(ones, torch.ones(1))
     assert equal_up_to_rounding(torch.zeros(3), torch.zeros(3))
+
+
+def test_a_model_whose_decoder_is_not_found_is_refused_by_name() -> None:
+    config = Llama4TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        intermediate_size_mlp=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = Llama4ForCausalLM(config)
+    with pytest.raises(ValueError, match=r"Llama4ForCausalLM.*'language_model'"):
+        SharedBase.of(model)
+
+
+def test_a_model_that_cannot_be_run_is_refused_by_name() -> None:
+    model = tiny_model()
+    model.model.layers[0].forward = lambda hidden: hidden
+    with pytest.raises(ValueError, match=r"Qwen2ForCausalLM.*cannot be run.*TypeError"):
+        SharedBase.of(model)

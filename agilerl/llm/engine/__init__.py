@@ -52,5 +52,5 @@ class Engine(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep_lr: bool = False) -> None:
-        """Restore what :meth:`state_dict` of any engine gave; ``keep_lr``: but the learning rate."""
+        """Restore what :meth:`state_dict` of any engine gave; ``keep_lr``: except the rate."""
         ...
