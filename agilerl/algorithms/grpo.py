@@ -28,6 +28,7 @@ from agilerl.llm.config import (
     LossType,
     RatioLevel,
     Reduction,
+    SamplingConfig,
     UpdateConfig,
 )
 from agilerl.llm.engine.accelerator_config import rank_batch_size, rank_micro_batch_size
@@ -292,6 +293,15 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         self.engine.advance_schedule()
         equal_groups = zero_variance_groups(returns, self.group_size)
         return {**metrics.result(), **batch_metrics(batch, equal_groups, ranks)}
+
+    def sampling_config(self, training: bool = True) -> SamplingConfig:
+        """How completions are drawn, from the attributes as they are now.
+
+        With log-probs where a correction needs them: a generator that is the trainer's own model
+        leaves nothing to correct.
+        """
+        correct = self.vllm_importance_sampling_correction and self.generator.differs_from_trainer
+        return replace(super().sampling_config(training), return_logps=training and correct)
 
     def advantage_config(self) -> AdvantageConfig:
         """How rewards become advantages, from the attributes as they are now."""

@@ -9,6 +9,8 @@ import pytest
 import torch
 from agent_helpers import TOKENIZER, make_agent, prompts, randomise, small_model
 
+from agilerl.llm.generation.hf import HFGenerator
+
 
 def test_shapes_masks_and_unpacking() -> None:
     agent = make_agent()
@@ -56,6 +58,32 @@ def test_evaluation_is_greedy_and_once_per_prompt() -> None:
 def test_without_repeating_each_prompt_is_sampled_once() -> None:
     result = make_agent().get_action(prompts("a", "a", "b"), repeat_prompts=False)
     assert [ids.shape[0] for ids in result.completion_ids] == [1, 1, 1]
+
+
+class _OtherSampler(HFGenerator):
+    """Stands for an engine of its own, whose log-probs are not quite the trainer's."""
+
+    differs_from_trainer = True
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_log_probs_are_captured_where_a_correction_needs_them(correction: bool) -> None:
+    agent = make_agent(vllm_importance_sampling_correction=correction)
+    assert agent.get_action(prompts("hello")).sampling_logps is None
+    agent.generator = _OtherSampler(agent.policy)
+    assert agent.get_action(prompts("hello"), training=False).sampling_logps is None
+    result = agent.get_action(prompts("hello", "hi"))
+    if not correction:
+        assert result.sampling_logps is None
+        return
+    assert result.sampling_logps is not None
+    generated = [int(row.sum()) for mask in result.action_masks for row in mask]
+    assert [len(row) for row in result.sampling_logps if row is not None] == generated
+    metrics = agent.learn(
+        (result.completion_ids, result.action_masks, torch.arange(8.0).view(2, 4)),
+        sampling_logps=result.sampling_logps,
+    )
+    assert metrics["importance_weight_mean"] == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -82,6 +82,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Its attention asks for an implementation by name ("sdpa"), so that no other can take its place.
+_FALCON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.2,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "alibi": False,
+}
+FALCONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon_multi_query": ("Falcon", _FALCON | {"multi_query": True}),
+    "falcon_multi_head": ("Falcon", _FALCON | {"multi_query": False}),
+    "falcon_new_decoder": (
+        "Falcon",
+        _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon_alibi": ("Falcon", _FALCON | {"alibi": True, "multi_query": False}),
+}
+
 # Linear attention keeps a state, not keys and values: nothing here can be shared.
 UNSHARED_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
@@ -101,8 +122,8 @@ UNSHARED_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_family(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A seeded random causal language model of a family."""
-    prefix, extra = (FAMILIES | UNSHARED_FAMILIES)[name]
-    settings = extra if name == "gpt2" else _COMMON | extra
+    prefix, extra = (FAMILIES | FALCONS | UNSHARED_FAMILIES)[name]
+    settings = extra if name == "gpt2" or name in FALCONS else _COMMON | extra
     suffix = "TextConfig" if name == "gemma3" else "Config"
     build: Callable[..., PreTrainedModel] = getattr(
         transformers, "GPT2LMHeadModel" if name == "gpt2" else f"{prefix}ForCausalLM"

@@ -7,7 +7,7 @@ import torch
 from generation_helpers import policy_of, prompts_of, sampling_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_families import FAMILIES, make_family
+from model_families import FALCONS, FAMILIES, make_family
 
 from agilerl.llm.batch import make_batch
 from agilerl.llm.config import ForwardConfig
@@ -37,11 +37,12 @@ def trainers(
     for row, prompt in zip(ids, prompts, strict=True):
         masks.append(torch.arange(row.shape[1] - 1)[None] >= len(prompt) - 1)
     batch = make_batch(ids, masks)
-    config = ForwardConfig(temperature=temperature, micro_batch_size=4)
-    return policy.frozen_logprobs(batch, "actor", config)[batch.action_mask]
+    micro_batches = torch.arange(len(batch)).split(4)
+    config = ForwardConfig(temperature=temperature)
+    return policy.frozen_logprobs(batch, "actor", config, micro_batches)[batch.action_mask]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | FALCONS)
 def test_log_probs_are_the_trainers(family: str) -> None:
     policy = policy_of(make_family(family))
     prompts = prompts_of([9, 3, 5], vocab=policy.base.model.config.vocab_size)

@@ -13,7 +13,7 @@ import torch
 from generation_helpers import policy_of, prompts_of, sampling_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_families import FAMILIES, make_family
+from model_families import FALCONS, FAMILIES, make_family
 
 from agilerl.llm.generation.hf import HFGenerator
 from agilerl.llm.policy import Policy
@@ -84,7 +84,7 @@ def assert_same(cached: Played, plain: Played) -> None:
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | FALCONS)
 def test_turns_are_those_of_recomputation(family: str, greedy: bool) -> None:
     policy = policy_of(make_family(family))
     vocab = policy.base.model.config.vocab_size

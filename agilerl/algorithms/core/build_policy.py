@@ -24,7 +24,6 @@ from agilerl.llm.engine.accelerator_config import (
     partitions_base,
 )
 from agilerl.llm.engine.partition_checks import is_partitioned
-from agilerl.llm.generation.hf import check_cache
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase, load_base
 
@@ -82,8 +81,6 @@ def build_policy(
     if not partitioned:
         check_same_weights(model, ranks_of(agent.accelerator))
     base = SharedBase.of(model)  # in evaluation mode from now on
-    if not partitioned:  # else done when the weights were whole
-        check_cache(model)
     lora_config = resolve_lora_config(agent.lora_config, pretrained, model, agent.lora_target_scope)
     if partitions_base(agent.accelerator) and not partitioned:
         base.partition_over(

@@ -64,7 +64,11 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
         self.device = str(self.device).replace("cpu:0", "cpu")
         self.policy = build_policy(self, network, self.adapter_configs, self.learning_rates())
         self.lora_config = self.policy.lora_config
-        self.generator = build_generator(self.policy)
+        try:
+            self.generator = build_generator(self.policy, use_vllm=self.use_vllm)
+        except ValueError:
+            self.policy.release()  # a refused model is left plain
+            raise
         ranks = ranks_of(self.accelerator)
         for role in self.policy.roles:
             ranks.broadcast(list(self.policy.parameters(role).values()))

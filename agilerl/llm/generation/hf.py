@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
-from agilerl.llm.causal_lm import equal_up_to_rounding
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation import Completions
 from agilerl.llm.generation.decode import (
@@ -34,39 +33,11 @@ from agilerl.llm.generation.decode import (
 from agilerl.llm.generation.kv_cache import CACHE_BLOCK
 from agilerl.llm.generation.merged_weights import rollout_head, rollout_weights
 from agilerl.llm.generation.prefix_cache import PrefixCache, id_bytes
+from agilerl.llm.generation.probe import decoding_support
 from agilerl.llm.generation.uniforms import Uniforms
 from agilerl.llm.policy import Policy
 
-_NO_CACHE = (
-    "{} cannot be continued from keys and values alone (linear attention, Mamba and other "
-    "recurrent layers are not supported); use a model with attention in every layer"
-)
 DEFAULT_CHUNK_SIZE = 256
-
-
-@torch.no_grad()
-def check_cache(model: PreTrainedModel) -> None:
-    """Check on a few tokens that a model continues exactly from the keys and values of a prefix.
-
-    Args:
-        model: In evaluation mode: with dropout no two forwards are the same.
-
-    Raises:
-        ValueError: It does not, as where layers keep another state (linear attention, Mamba).
-    """
-    decoder = model.base_model
-    vocab = model.config.get_text_config().vocab_size
-    ids = (torch.arange(1, 7, device=next(model.parameters()).device) % vocab)[None]
-    cache = Cache(layer_class_to_replicate=DynamicLayer)
-    try:
-        whole = decoder(input_ids=ids, use_cache=False).last_hidden_state[:, -1]
-        decoder(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True)
-        resumed = decoder(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
-        exact = equal_up_to_rounding(resumed.last_hidden_state[:, -1], whole)
-    except Exception as error:
-        raise ValueError(_NO_CACHE.format(type(model).__name__)) from error
-    if not exact:
-        raise ValueError(_NO_CACHE.format(type(model).__name__))
 
 
 class HFGenerator:
@@ -74,12 +45,16 @@ class HFGenerator:
 
     Args:
         policy: Whose weights and role to generate with, until :meth:`sync` names another.
+
+    Raises:
+        ValueError: If the model cannot be continued from keys and values.
     """
 
     differs_from_trainer = False
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self._support = decoding_support(policy)
         # There is one in a session: its weights stay the same, so that its entries stay valid.
         self._prefix_cache: PrefixCache | None = None
 
@@ -90,7 +65,7 @@ class HFGenerator:
             RuntimeError: In a session with another adapter of the same base.
         """
         policy.set_role(policy.role)
-        self.policy = policy
+        self.policy, self._support = policy, decoding_support(policy)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -124,11 +99,15 @@ class HFGenerator:
             ValueError: If a prompt leaves no room for output.
             RuntimeError: If the model's logits are not finite.
         """
+        policy, support = self.policy, self._support
+        if not support.left_padding:
+            sampling = replace(sampling, left_padding=False)
         request = _Request(prompts, samples_per_prompt, sampling, rng)
-        policy = self.policy
         with rollout_weights(policy):
             decoder = CachedDecoder(
-                policy.base.decoder, left_padding=sampling.left_padding, single_query=True
+                policy.base.decoder,
+                left_padding=sampling.left_padding,
+                single_query=support.single_query,
             )
             loop = DecodingLoop(decoder, rollout_head(policy), policy.device, sampling)
             if self._prefix_cache is None:

@@ -1,0 +1,186 @@
+"""What a model supports in cached decoding, found out on a few tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from agilerl.llm.causal_lm import equal_up_to_rounding
+from agilerl.llm.generation.decode import CachedDecoder, LeftPadded
+from agilerl.llm.generation.kv_cache import growing_cache
+from agilerl.llm.policy import Policy
+from agilerl.llm.shared_base import SharedBase
+
+logger = logging.getLogger(__name__)
+
+# Rows of different lengths, of which the last tokens are decoded: two one by one, as sampled tokens
+# are, then two at a time, as the next turn's are.
+_PROMPT_LENGTHS = (6, 3, 1)
+_DECODED = 4
+# For the probe sliding windows are this short, so that most rows are longer.
+_WINDOW = 3
+# Of the states compared; wrong positions or masks change most of them.
+_SHARE_IN_LOWER_PRECISION = 0.75
+
+
+@dataclass(frozen=True)
+class DecodingSupport:
+    """Which ways of decoding give a model's own hidden states."""
+
+    left_padding: bool
+    """Rows of different lengths may share a batch."""
+    single_query: bool
+    """:func:`agilerl.llm.generation.attention.single_query_attention` may replace its attention."""
+
+
+# Fastest first.
+_CHOICES = (
+    DecodingSupport(left_padding=True, single_query=True),
+    DecodingSupport(left_padding=True, single_query=False),
+    DecodingSupport(left_padding=False, single_query=True),
+    DecodingSupport(left_padding=False, single_query=False),
+)
+_known: WeakKeyDictionary[SharedBase, DecodingSupport] = WeakKeyDictionary()
+
+
+def decoding_support(policy: Policy) -> DecodingSupport:
+    """The fastest way of decoding that is exact on a policy's base model, which is probed once.
+
+    Decodes rows of different lengths against a cache, as a rollout does, and compares hidden states
+    with those of one forward over whole rows, as in training. On a partitioned base all ranks
+    together.
+
+    Raises:
+        ValueError: If none is exact, as where layers keep another state (linear attention, Mamba).
+    """
+    support = _known.get(policy.base)
+    if support is None:
+        with policy.as_role(None):
+            support = _known[policy.base] = _probe(policy.base)
+        name = type(policy.base.model).__name__
+        if not support.single_query:
+            logger.info(
+                "single-query attention is off for %s: it cannot replace the model's own", name
+            )
+        if not support.left_padding:
+            logger.info(
+                "left padding is off for %s: only prompts of equal length are generated together, "
+                "and turns are run from their start",
+                name,
+            )
+    return support
+
+
+@torch.no_grad()
+def _probe(base: SharedBase) -> DecodingSupport:
+    rows = _rows(base.model.config.get_text_config().vocab_size)
+    error: Exception | None = None
+    with _short_windows(base.decoder):
+        expected = _states_of_whole_rows(base.decoder, rows, base.device)
+        for choice in _CHOICES:
+            # Others compute their attention themselves, some by the implementation's name.
+            if choice.single_query and not base.model.is_backend_compatible():
+                continue
+            exact = False
+            try:
+                made = _decoded_states(base.decoder, rows, base.device, choice)
+                exact = _agree(made, expected)
+            except Exception as raised:  # noqa: BLE001 - of an unknown architecture; the next choice may do
+                error = raised
+            if _on_all_ranks(base, exact):
+                return choice
+    raise ValueError(
+        f"{type(base.model).__name__} cannot be continued from keys and values alone (linear "
+        "attention, Mamba and other recurrent layers are not supported); use a model with "
+        "attention in every layer"
+    ) from error
+
+
+def _rows(vocab: int) -> list[torch.Tensor]:
+    return [
+        (torch.arange(length + _DECODED) * 3 + 7 * row + 1) % vocab
+        for row, length in enumerate(_PROMPT_LENGTHS)
+    ]
+
+
+def _states_of_whole_rows(
+    decoder: nn.Module, rows: Sequence[torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Hidden states ``(N, _DECODED + 1, D)`` at the last positions, from right-padded rows."""
+    ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True).to(device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)[:, None]
+    mask = torch.arange(ids.shape[1], device=device) < lengths
+    output = decoder(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+    last = lengths - 1 - torch.arange(_DECODED, -1, -1, device=device)
+    hidden: torch.Tensor = output.last_hidden_state
+    return hidden[torch.arange(len(rows), device=device)[:, None], last]
+
+
+def _decoded_states(
+    decoder: nn.Module, rows: Sequence[torch.Tensor], device: torch.device, choice: DecodingSupport
+) -> torch.Tensor:
+    """The same hidden states, decoded in one batch or, without padding, row by row."""
+    model = CachedDecoder(
+        decoder, left_padding=choice.left_padding, single_query=choice.single_query
+    )
+    batches = [rows] if choice.left_padding else [[row] for row in rows]
+    return torch.cat([_decode(model, batch, device) for batch in batches])
+
+
+def _decode(
+    model: CachedDecoder, rows: Sequence[torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    ids, mask, positions = LeftPadded.of(rows, 0, device)
+    cache, states, start = growing_cache(_DECODED), [], 0
+    for end in (ids.shape[1] - _DECODED + step for step in (0, 1, 2, _DECODED)):
+        columns = slice(start, end)
+        hidden = model.hidden(ids[:, columns], mask[:, :end], positions[:, columns], cache)
+        states.append(hidden if start else hidden[:, -1:])
+        start = end
+    return torch.cat(states, dim=1)
+
+
+def _agree(made: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two results ``(N, T, D)`` are the same up to rounding.
+
+    In lower precision a few states may differ: rounding may send a token to other experts.
+    """
+    states = zip(made.flatten(0, 1), expected.flatten(0, 1), strict=True)
+    equal = [equal_up_to_rounding(a, b) for a, b in states]
+    full = expected.dtype in (torch.float32, torch.float64)
+    return all(equal) if full else sum(equal) >= _SHARE_IN_LOWER_PRECISION * len(equal)
+
+
+def _on_all_ranks(base: SharedBase, exact: bool) -> bool:
+    """Ranks of a partitioned base must make the same choice: every forward is a collective."""
+    return exact if base.partition is None else base.partition.most(int(not exact)) == 0
+
+
+@contextlib.contextmanager
+def _short_windows(decoder: nn.Module) -> Iterator[None]:
+    """Within it, attention windows are shorter than the probe's rows.
+
+    A model's own may be thousands of tokens long. Masks follow the config; kernels that take the
+    window from a layer's attribute follow that.
+    """
+    owners: dict[int, Any] = {id(module): module for module in decoder.modules()}
+    owners[id(decoder.config)] = decoder.config
+    windows = [
+        (owner, window)
+        for owner in owners.values()
+        if isinstance(window := owner.__dict__.get("sliding_window"), int) and window > _WINDOW
+    ]
+    for owner, _ in windows:
+        owner.sliding_window = _WINDOW
+    try:
+        yield
+    finally:
+        for owner, window in windows:
+            owner.sliding_window = window
