@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interpreters import python
 from resume_helpers import After, files_up_to, make_agents, rows_of, run_reasoning, state_of
 
 from agilerl.training.experience import Sample
 from agilerl.training.logs.files import CompletionsFile, MetricsCsv, take_over_logs
 from agilerl.training.logs.sinks import TensorBoardSink
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 STATE: dict[str, Any] = {
     "iteration": 2,
     "unevaluated_rows": None,
@@ -150,12 +146,7 @@ run = dict(wb=True, wandb_kwargs={"settings": {"silent": True}}, keep_checkpoint
 run_reasoning(Path("run"), pop=make_agents(1), hook=After(2), **run)
 run_reasoning(Path("run"), pop=make_agents(1), resume_from="run", **run)
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path,
-        env={**os.environ, "WANDB_MODE": "offline", "HOME": str(tmp_path / "home"),
-             "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
-    )  # fmt: skip
+    result = python(code, WANDB_MODE="offline", HOME=str(tmp_path / "home"))
     assert result.returncode == 0, result.stderr
     saved = json.loads((tmp_path / "run/iteration_00000002/run_state.json").read_text())
     noted = saved["log"]["wandb_run_id"]

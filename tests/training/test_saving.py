@@ -29,11 +29,6 @@ from agilerl.training.run import run_training
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def train(agent: FakeAgent, env: FakeGym | None = None, **options: Any) -> None:
     given = {"max_steps": 10, "checkpoint_path": "c", "checkpoint_steps": 1, "verbose": False}
     finetune_llm_reasoning([agent], env or FakeGym(rows=99), **(given | options))

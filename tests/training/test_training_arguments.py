@@ -14,11 +14,6 @@ from agilerl.training.train_llm import finetune_llm_reasoning
 OBJECT = object()
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def call(**options: Any) -> Any:
     arguments = {"pop": [FakeAgent()], "env": FakeGym(), "max_steps": 2, "verbose": False}
     return finetune_llm_reasoning(**{**arguments, **options})

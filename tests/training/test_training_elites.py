@@ -27,11 +27,6 @@ from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def train(*pop: FakeAgent, elite: str = "run/elite", **options: Any) -> None:
     """Two iterations, evaluated before, after the first and after the second."""
     given = {"max_steps": 4, "evaluation_interval": 1, "checkpoint_path": "run", "verbose": False}

@@ -6,10 +6,8 @@ import csv
 import json
 import math
 import multiprocessing
-import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interpreters import python
 from training_fakes import FakeAgent, FakeGym
 
 from agilerl.training.experience import Sample
@@ -25,14 +24,7 @@ from agilerl.training.logs.files import FIRST_COLUMNS, CompletionsFile, MetricsC
 from agilerl.training.logs.progress_bar import ProgressBar
 from agilerl.training.train_llm import finetune_llm_reasoning
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 API_KEY = "0123456789abcdef0123456789abcdef01234567"
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def train(pop: list[FakeAgent], env: FakeGym | None = None, **options: Any) -> None:
@@ -42,17 +34,6 @@ def train(pop: list[FakeAgent], env: FakeGym | None = None, **options: Any) -> N
 def read_metrics(path: Path) -> list[dict[str, str]]:
     with (path / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), **environment},
-    )
 
 
 def test_metrics_of_two_agents(tmp_path: Path) -> None:
@@ -277,28 +258,17 @@ finetune_llm_reasoning(
     assert not [path for path in written if API_KEY.encode() in path.read_bytes()]
 
 
-@pytest.mark.process
-def test_without_the_packages(tmp_path: Path) -> None:
-    # None in sys.modules is how Python itself marks a module that cannot be imported.
-    code = """
-import sys
-sys.modules["wandb"] = sys.modules["tensorboard"] = None
-from agilerl.training.train_llm import finetune_llm_reasoning
-from training_fakes import FakeAgent, FakeGym
-finetune_llm_reasoning([FakeAgent()], FakeGym(), max_steps=2, verbose=False)
-print("trained")
-for argument in ("wb", "tensorboard"):
-    try:
-        finetune_llm_reasoning([FakeAgent()], FakeGym(), max_steps=2, **{argument: True})
-    except ImportError as error:
-        print(error)
-"""
-    result = python(code)
-    assert result.stdout.splitlines() == [
-        "trained",
-        "wb=True needs the package wandb: pip install 'agilerl[logging]'",
-        "tensorboard=True needs the package tensorboard: pip install 'agilerl[logging]'",
-    ], result.stderr
+def test_without_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # None is how Python itself marks a module that cannot be imported.
+    for name in ("wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    (agent,) = finetune_llm_reasoning([FakeAgent()], FakeGym(), max_steps=2, verbose=False)
+    assert agent.learned
+    for argument, name in (("wb", "wandb"), ("tensorboard", "tensorboard")):
+        message = rf"{argument}=True needs the package {name}: pip install 'agilerl\[logging\]'"
+        with pytest.raises(ImportError, match=message):
+            finetune_llm_reasoning([FakeAgent()], FakeGym(), max_steps=2, **{argument: True})
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +18,6 @@ from agilerl.training.experience import (
     time_statistics,
 )
 from agilerl.training.train_llm import finetune_llm_reasoning
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def train(pop: list[FakeAgent], env: FakeGym | None = None, **options: Any) -> list[FakeAgent]:

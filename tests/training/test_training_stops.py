@@ -6,28 +6,18 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
+from forking import start, wait
+from interpreters import started, wait_for
 from training_fakes import FakeAgent, FakeGym
 
 from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.interrupts import GracefulStop
 from agilerl.training.train_llm import finetune_llm_reasoning
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def train(pop: list[FakeAgent], env: FakeGym | None = None, **options: Any) -> list[FakeAgent]:
@@ -191,31 +181,6 @@ def test_an_ignored_signal_stays_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def started(code: str) -> Iterator[subprocess.Popen[str]]:
-    """A process, which does not outlive the context."""
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def wait_for(text: str, stream: IO[str] | None, process: subprocess.Popen[str]) -> None:
-    """Read a stream of a process up to the line with ``text``."""
-    assert stream is not None
-    for line in stream:
-        if text in line:
-            return
-    pytest.fail("\n".join([f"ended without saying {text!r}", *process.communicate()]))
-
-
 WAITING_RUN = """
 import pathlib, time
 from training_fakes import FakeAgent, FakeGym
@@ -235,9 +200,9 @@ print("returned", len(agent.learned), agent.steps[-1] > 0, flush=True)
 @pytest.mark.process
 def test_sigterm_to_a_real_process(tmp_path: Path) -> None:
     with started(WAITING_RUN) as process:
-        wait_for("learning 1", process.stdout, process)
+        wait_for("learning 1", process)
         process.send_signal(signal.SIGTERM)
-        wait_for("SIGTERM: finishing this iteration", process.stderr, process)
+        wait_for("SIGTERM: finishing this iteration", process, "stderr")
         (tmp_path / "go").touch()
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -254,7 +219,7 @@ def test_a_living_run_keeps_its_directory_and_a_killed_one_gives_it_up(tmp_path:
         RuntimeError, match=r"checkpoint_path='c' .*choose another checkpoint_path"
     )
     with started(WAITING_RUN) as process:
-        wait_for("learning 1", process.stdout, process)
+        wait_for("learning 1", process)
         before = sorted(entry.name for entry in (tmp_path / "c").iterdir())
         with refused:
             train([FakeAgent()], max_steps=2, checkpoint_path="c")
@@ -291,22 +256,19 @@ def test_a_forked_child_does_not_keep_the_directory() -> None:
 
 @pytest.mark.process
 def test_a_kill_while_saving_leaves_no_half_checkpoint(tmp_path: Path) -> None:
-    code = """
-import time
-from training_fakes import FakeAgent, FakeGym
-from agilerl.training.checkpoint.run_directory import RunDirectory
-from agilerl.training.train_llm import finetune_llm_reasoning
-def save(agent):
-    print("saving", len(agent.learned), flush=True)
-    if len(agent.learned) == 2:
-        time.sleep(60)
-finetune_llm_reasoning(
-    [FakeAgent(on_save=save)], FakeGym(), max_steps=9, checkpoint_steps=1, checkpoint_path="c",
-    verbose=False,
-)
-"""
-    with started(code) as process:
-        wait_for("saving 2", process.stdout, process)
+    saving = tmp_path / "saving"
+
+    def save(agent: FakeAgent) -> None:
+        if len(agent.learned) == 2:
+            saving.touch()
+            time.sleep(60)
+
+    options = {"max_steps": 9, "checkpoint_steps": 1, "checkpoint_path": "c"}
+    child = start(lambda: train([FakeAgent(on_save=save)], **options))
+    while not saving.exists():
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    assert wait(child) == -signal.SIGKILL
     assert children(tmp_path / "c") == ["iteration_00000001", "iteration_00000002.partial"]
     assert (tmp_path / "c/iteration_00000001/agent_0/agent.json").is_file()
 
