@@ -201,7 +201,10 @@ def load_base(
     """
     from transformers import AutoModelForCausalLM
 
-    key = repr((name, sorted((model_config or {}).items(), key=lambda item: item[0]), str(device)))
+    # How safely it is read makes no other model: agents loaded from checkpoints share the base.
+    reading = ("use_safetensors", "trust_remote_code", "weights_only")
+    told = sorted((n, repr(v)) for n, v in (model_config or {}).items() if n not in reading)
+    key = repr((name, told, str(device)))
     model = _loaded.get(key)
     if model is None:
         model = AutoModelForCausalLM.from_pretrained(name, **(model_config or {})).to(device)

@@ -224,6 +224,9 @@ def test_lora_mismatch_lists_each_field(tmp_path: Path) -> None:
         ({"r": 4}, {"r": 8, "lora_alpha": 32}),
         ({"target_modules": ["q_proj"]}, {"target_modules": ["down_proj"], "r": 3}),
         ({"use_rslora": True}, {"r": 9}),
+        ({"use_dora": True}, {}),
+        ({"r": 2}, {"use_dora": True}),
+        ({"alpha_pattern": {"q_proj": 3}}, {"alpha_pattern": {"q_proj": 3}}),
     ],
     ids=str,
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from agent_helpers import lora, make_agent, train, weights
+from agent_helpers import lora, make_agent, small_model, train, weights
 from peft import LoraConfig
 
 from agilerl.algorithms import GRPO
@@ -79,3 +81,31 @@ def test_a_clone_goes_on_as_the_original_does() -> None:
     for each in (agent, twin):
         train(each)
     assert torch.equal(both(twin), both(agent))
+
+
+@pytest.mark.parametrize("lora_only", [True, False])
+def test_a_checkpoint_holds_every_role(lora_only: bool, tmp_path: Path) -> None:
+    agent = with_critic()
+    train(agent)
+    agent.save_checkpoint(tmp_path / "run", lora_only)
+    assert (tmp_path / "run" / "critic").is_dir() == lora_only
+    loaded = GRPOWithCritic.load(tmp_path / "run", actor_network=small_model())
+    other = with_critic()
+    other.load_checkpoint(tmp_path / "run", load_optimizer=True)
+    other.rng.set_state(agent.rng.get_state())
+    for each in (agent, loaded, other):
+        train(each)
+    assert torch.equal(both(loaded), both(agent)) and torch.equal(both(other), both(agent))
+
+
+def test_the_critic_is_kept_if_asked(tmp_path: Path) -> None:
+    source = with_critic(lora_config=lora(r=3))
+    train(source)
+    source.save_checkpoint(tmp_path / "run")
+    agent = with_critic(lora_config=lora(r=5))
+    before = weights(agent, "critic")
+    agent.load_checkpoint(tmp_path / "run", merge_lora_configs=True, overwrite_critic_adapter=False)
+    assert torch.equal(weights(agent, "critic"), before)
+    agent.load_checkpoint(tmp_path / "run", merge_lora_configs=True)
+    assert torch.equal(weights(agent, "critic"), weights(source, "critic"))
+    train(agent)

@@ -15,7 +15,7 @@ from agents_and_batches import COSINE, PROMPTS_OF_RANK, data, every_weight, make
 from peft import LoraConfig
 
 from agilerl.algorithms import GRPO
-from agilerl.llm.checkpoint import grid
+from agilerl.llm.checkpoint import checkpoint_files
 from agilerl.testing import tiny_model
 
 CELLS = list(product([True, False], [True, False]))
@@ -157,7 +157,7 @@ def failing_save(accelerator: Any) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space left"):
         if accelerator.process_index == 1:
-            patch.setattr(grid, "write_shard", full)
+            patch.setattr(checkpoint_files, "write_shard", full)
         agent.save_checkpoint(path)
     torch.distributed.barrier()
     beside = sorted(entry.name for entry in path.parent.iterdir() if "failing" in entry.name)

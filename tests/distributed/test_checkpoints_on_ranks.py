@@ -168,7 +168,7 @@ def take_another(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (delete, "optimizer_rank_00001.safetensors is missing"),
+        (delete, "optimizer_rank_00001.safetensors is damaged: it is missing"),
         (truncate, "optimizer_rank_00001.safetensors is damaged"),
         (empty, "optimizer_rank_00001.safetensors is damaged"),
         (tamper, "optimizer_rank_00001.safetensors is damaged"),

@@ -1,4 +1,4 @@
-"""The scripts of ``docs/checkpoints.md`` do what the page says, and its grid is the code's."""
+"""The scripts of ``docs/checkpoints.md`` do what the page says, and so do checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -11,23 +11,10 @@ import torch
 from resume_helpers import checkpoints_in, rows_of
 
 from agilerl.algorithms import GRPO
-from agilerl.llm.checkpoint.grid import (
-    GRID,
-    adapter_folders,
-    full_actor,
-    sharded_optimizer,
-    whole_optimizer,
-)
 from agilerl.testing import tiny_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
 SCRIPTS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-CONTENT = {
-    adapter_folders: (3, "PEFT directories"),
-    full_actor: (4, "full actor"),
-    whole_optimizer: (4, "optimizer"),
-    sharded_optimizer: (5, "optimizer, one file per process"),
-}
 
 
 def test_the_script_runs_and_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,14 +59,19 @@ def test_a_stage_starts_from_the_one_before(
         assert all(map(torch.equal, parameters.values(), trained))
 
 
-def test_the_grid_is_that_of_the_code() -> None:
-    lines = re.findall(r"^\| (True|False) \| (True|False) \| (yes|no) .*$", PAGE, re.MULTILINE)
-    assert len(lines) == len(GRID) == 8
-    for line in re.findall(r"^\| (?:True|False) \| .*$", PAGE, re.MULTILINE):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        key = (cells[0] == "True", cells[1] == "True", cells[2] == "yes")
-        wanted = {3: "", 4: "attributes", 5: ""}
-        for part in GRID[key]:
-            column, text = CONTENT[part]
-            wanted[column] += (", " if wanted[column] else "") + text
-        assert {column: cells[column] for column in wanted} == wanted, line
+@pytest.mark.parametrize("save_optimizer", [True, False])
+@pytest.mark.parametrize("lora_only", [True, False])
+def test_what_lies_on_disk_is_what_the_page_says(
+    lora_only: bool, save_optimizer: bool, tmp_path: Path
+) -> None:
+    (line,) = re.findall(rf"^\| {lora_only} \| {save_optimizer} \| no \|.*$", PAGE, re.MULTILINE)
+    settings = {"pad_token_id": 256, "pad_token": "<|pad|>"}
+    agent = GRPO(actor_network=tiny_model(hidden_size=32, layers=1), **settings)
+    agent.save_checkpoint(tmp_path / "run", lora_only, save_optimizer)
+    saved = torch.load(tmp_path / "run" / "attributes.pt", weights_only=True)
+    folders = {entry.name for entry in (tmp_path / "run").iterdir() if entry.is_dir()}
+    assert folders == ({"actor", "reference"} if lora_only else set())
+    parts = {"attributes": "arguments", "full actor": "actor_state_dict", "optimizer": "optimizer"}
+    held = ", ".join(name for name, key in parts.items() if key in saved)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[3:] == ["PEFT directories" if folders else "", held, ""]

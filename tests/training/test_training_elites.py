@@ -21,7 +21,7 @@ from resume_helpers import (
 )
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.llm.checkpoint.grid import ATTRIBUTES_FILE
+from agilerl.llm.checkpoint.checkpoint_files import ATTRIBUTES_FILE
 from agilerl.llm_envs import ReasoningGym
 from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
 from agilerl.training.train_llm import finetune_llm_reasoning

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agilerl.llm.checkpoint.grid import ATTRIBUTES_FILE
+from agilerl.llm.checkpoint.checkpoint_files import ATTRIBUTES_FILE
 from agilerl.llm.config import SamplingConfig
 from agilerl.typing import Act, ActionResult, Evaluation
 

@@ -1,7 +1,7 @@
 """A living agent set back to exactly where a checkpoint was written, as resumed runs need it.
 
 ``load_checkpoint`` loads weights into an agent that keeps its hyperparameters; here everything
-comes from the checkpoint but the model that the agent sits on.
+comes from the checkpoint except the model that the agent sits on.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from agilerl.algorithms.checkpoint.content import DamagedCheckpointError, read_content
-from agilerl.algorithms.checkpoint.plain_values import decode_arguments, encode_arguments
+from agilerl.algorithms.checkpoint.agent_attributes import (
+    decode_arguments,
+    encode_arguments,
+    saved_generator,
+    saved_history,
+)
 from agilerl.algorithms.checkpoint.save_and_load import restored_engine
+from agilerl.algorithms.core.llm import LLMAlgorithm
+from agilerl.checks import require
 from agilerl.distributed import ranks_of
 from agilerl.llm.checkpoint import lora_merging
+from agilerl.llm.checkpoint.checkpoint_files import SavedCheckpoint, read_checkpoint
+from agilerl.llm.checkpoint.schema import DamagedCheckpointError
 from agilerl.llm.engine.accelerator_config import rank_batch_size
-
-if TYPE_CHECKING:
-    from agilerl.algorithms.core.llm import LLMAlgorithm
-    from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.engine.local import LocalEngine
 
 logger = logging.getLogger(__name__)
 
@@ -73,35 +78,29 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
     """
     ranks = ranks_of(agent.accelerator)
     try:
-        content = read_content(path, ranks, load_optimizer=True)
-    except (ValueError, FileNotFoundError) as error:
+        saved = read_checkpoint(path, ranks, load_optimizer=True)
+    except FileNotFoundError as error:
         raise DamagedCheckpointError(str(error)) from error
-    if content.optimizer is None:
-        raise ValueError(f"{path} holds no optimizer state; save it with save_optimizer=True")
-    saved, attributes = content.adapters, content.attributes
-    _check_identity(agent, path, attributes, set(saved))
-    for adapter in saved.values():
+    require(
+        saved.optimizer is not None,
+        f"{path} holds no optimizer state; save it with save_optimizer=True",
+    )
+    _check_identity(agent, saved)
+    for role, adapter in saved.adapters.items():
         lora_merging.check_same_config(
-            agent.policy.lora_config,
+            agent.policy.lora_configs[role],
             adapter.config,
             remedy="Build the agents with the checkpoint's lora_config",
         )
     adapters = {
-        role: lora_merging.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
-        for role, adapter in saved.items()
+        role: lora_merging.fit_adapter(agent.policy, role, adapter)
+        for role, adapter in saved.adapters.items()
     }
-    settings = _settings(agent, attributes["arguments"])
-    try:
-        rank_batch_size(settings["batch_size"], agent.accelerator)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} cannot be gone on with here: its {error}. Hyperparameters are the "
-            "checkpoint's, so use another number of processes"
-        ) from error
-    history, rng = content.history(agent._history), content.generator(ranks)
+    settings = _settings(agent, saved)
+    history, rng = saved_history(saved, agent._history), saved_generator(saved, ranks)
     # Last, as from here on there is an engine that would have to be closed.
     with _having(agent, settings):
-        engine = restored_engine(agent, content.optimizer)
+        engine = restored_engine(agent, saved.optimizer)
     return SavedAgent(
         agent=agent,
         path=path,
@@ -110,53 +109,54 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
         history=history,
         rng=rng,
         engine=engine,
-        bad_steps=int(attributes.get("bad_steps", 0)),
+        bad_steps=saved.attributes.get("bad_steps", 0),
     )
 
 
-def _check_identity(
-    agent: LLMAlgorithm, path: Path, attributes: Mapping[str, Any], roles: set[str]
-) -> None:
-    base = agent.policy.base.fingerprint()
+def _check_identity(agent: LLMAlgorithm, saved: SavedCheckpoint) -> None:
+    attributes, base = saved.attributes, agent.policy.base.fingerprint()
     pairs: dict[str, tuple[Any, Any]] = {
-        "algorithm": (attributes["algo"], agent.algo),
-        "index": (attributes["history"].get("index"), agent.index),
-        "adapters": (sorted(roles), sorted(agent.policy.slots)),
-        "base weights": (attributes.get("base_fingerprint", base), base),  # absent in older ones
+        "algorithm is": (attributes["algo"], agent.algo),
+        "index is": (attributes["history"]["index"], agent.index),
+        "adapters are": (sorted(saved.adapters), sorted(agent.policy.slots)),
+        "base weights are": (
+            attributes.get("base_fingerprint", base),
+            base,
+        ),  # absent in older ones
     }
     for what, (theirs, own) in pairs.items():
-        if theirs != own:
-            raise ValueError(
-                f"{path} is a checkpoint of another agent: its {what} {_is(what)} {theirs!r}, "
-                f"this agent's {own!r}; build the agent as it was built for the checkpoint"
-            )
+        require(
+            theirs == own,
+            f"{saved.path} is a checkpoint of another agent: its {what} {theirs!r}, this agent's "
+            f"{own!r}; build the agent as it was built for the checkpoint",
+        )
 
 
-def _is(what: str) -> str:
-    return "are" if what.endswith("s") else "is"
-
-
-def _settings(agent: LLMAlgorithm, saved: dict[str, Any]) -> dict[str, Any]:
+def _settings(agent: LLMAlgorithm, checkpoint: SavedCheckpoint) -> dict[str, Any]:
     """The saved hyperparameters; says which of the agent's own have no effect."""
-    own = encode_arguments(agent.saved_arguments())
-    resumed = {name for name, row in agent.argument_table().items() if row.resumed}
-    mutable = set(agent.hp_config or ())
+    saved = checkpoint.attributes["arguments"]
+    own, table = encode_arguments(agent.saved_arguments()), agent.argument_table()
+    taken = {name for name in saved.keys() & own.keys() if table[name].resumed}
     differing = [
         f"{name}={saved[name]!r} (not {own[name]!r})"
-        for name in (saved.keys() & own.keys() & resumed) - mutable
+        for name in sorted(taken - set(agent.hp_config or ()))
         if saved[name] != own[name]
     ]
     if differing:
         logger.warning(
             "Agent %d goes on with the hyperparameters of its checkpoint: %s",
             agent.index,
-            ", ".join(sorted(differing)),
+            ", ".join(differing),
         )
-    return {
-        name: value
-        for name, value in decode_arguments(saved).items()
-        if name in own and name in resumed
-    }
+    arguments = decode_arguments(checkpoint, table)
+    try:
+        rank_batch_size(arguments.get("batch_size", agent.batch_size), agent.accelerator)
+    except ValueError as error:
+        raise ValueError(
+            f"{checkpoint.path} cannot be gone on with here: its {error}. Hyperparameters are the "
+            "checkpoint's, so use another number of processes"
+        ) from error
+    return {name: arguments[name] for name in taken}
 
 
 @contextlib.contextmanager

@@ -1,49 +1,59 @@
-"""Agents to checkpoints and back.
+"""Agents to checkpoints and back: save, load into a living agent, rebuild.
 
-The files are :mod:`agilerl.llm.checkpoint.grid`'s business, reading them ``checkpoint_content``'s.
+What lies on disk is the subject of :mod:`agilerl.llm.checkpoint.checkpoint_files`.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
-import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from peft import LoraConfig
 
-from agilerl.algorithms.checkpoint.content import CheckpointContent, read_content
-from agilerl.algorithms.checkpoint.plain_values import decode_value, encode_arguments, encode_value
+from agilerl.algorithms.checkpoint.agent_attributes import encode_arguments, encode_value
+from agilerl.algorithms.core.lora_agent import LoRAAgent
+from agilerl.checks import require, warn
 from agilerl.distributed import ranks_of
-from agilerl.llm.checkpoint import grid, lora_merging
-from agilerl.llm.checkpoint.adapter_files import LoadedAdapter
-from agilerl.llm.checkpoint.base_weights import base_part, changed_base, overwrite_base
+from agilerl.llm.checkpoint import lora_merging
+from agilerl.llm.checkpoint.adapter_files import SavedAdapter
+from agilerl.llm.checkpoint.base_weights import changed_tensors, overwrite_base, without_adapter
+from agilerl.llm.checkpoint.checkpoint_files import (
+    SavedCheckpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.shared_base import load_base
+from agilerl.llm.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
-    from agilerl.algorithms.core.llm import LLMAlgorithm
-
-    AgentT = TypeVar("AgentT", bound=LLMAlgorithm)
-
-
-def save(agent: LLMAlgorithm, path: Path, *, lora_only: bool, save_optimizer: bool) -> None:
-    """Write one cell of the checkpoint grid; all ranks together."""
-    ranks = ranks_of(agent.accelerator)
-    attributes = _attributes(agent)
-    attributes["rng_states"] = ranks.gather(attributes["rng_state"])
-    grid.save_checkpoint(
+def save(agent: LoRAAgent, path: Path, *, lora_only: bool, save_optimizer: bool) -> None:
+    """Write a checkpoint; all ranks together."""
+    ranks, model = ranks_of(agent.accelerator), agent.policy.base.model
+    state = agent.rng.get_state()
+    history = {name: getattr(agent, name) for name in ("index", *agent._history)}
+    attributes = {
+        "algo": agent.algo,
+        "arguments": encode_arguments(agent.saved_arguments()),
+        "history": {name: encode_value(value, name) for name, value in history.items()},
+        "rng_state": state,
+        "rng_states": ranks.gather(state),
+        "bad_steps": agent.skipped_steps.in_a_row,
+        "base_name": agent.model_name or model.name_or_path or None,
+        "base_dtype": encode_value(model.dtype, "base_dtype"),
+        "base_fingerprint": agent.policy.base.fingerprint(),
+    }
+    write_checkpoint(
         path,
         attributes,
-        grid.Saved(agent.policy, agent.engine, ranks),
+        agent.policy,
+        agent.engine,
+        ranks,
         lora_only=lora_only,
         save_optimizer=save_optimizer,
     )
@@ -51,11 +61,12 @@ def save(agent: LLMAlgorithm, path: Path, *, lora_only: bool, save_optimizer: bo
 
 
 def load_into(
-    agent: LLMAlgorithm,
+    agent: LoRAAgent,
     path: Path,
     *,
     load_optimizer: bool,
     reference_from_actor: bool,
+    kept_roles: Collection[str],
     merge: bool,
 ) -> None:
     """Load a checkpoint's weights, and optimizer if asked, into a living agent.
@@ -66,222 +77,160 @@ def load_into(
         FileNotFoundError: If there is no checkpoint, or it lacks a file.
         ValueError: If it is damaged, or does not fit the agent.
     """
-    content = read_content(path, ranks_of(agent.accelerator), load_optimizer=load_optimizer)
-    _load_content(
+    saved = read_checkpoint(path, ranks_of(agent.accelerator), load_optimizer=load_optimizer)
+    merged = load_saved(
         agent,
-        content,
+        saved,
         load_optimizer=load_optimizer,
         reference_from_actor=reference_from_actor,
+        kept_roles=kept_roles,
         merge=merge,
         keep_lr=True,
     )
+    if load_optimizer and (merged or saved.optimizer is None):
+        reason = "its LoRA config was merged with another" if merged else "it holds none"
+        warn(
+            f"no optimizer state was loaded from {saved.path}: {reason}; the optimizer starts "
+            "afresh"
+        )
 
 
-def _load_content(
-    agent: LLMAlgorithm,
-    content: CheckpointContent,
+def load_saved(
+    agent: LoRAAgent,
+    saved: SavedCheckpoint,
     *,
     load_optimizer: bool,
-    reference_from_actor: bool,
-    merge: bool,
-    keep_lr: bool,
-) -> None:
-    saved, optimizer = content.adapters, content.optimizer
-    roles = {"actor": saved["actor"]}
-    if "reference" in agent.policy.slots:
-        own = saved.get("reference")
-        roles["reference"] = saved["actor"] if reference_from_actor or own is None else own
-    elif (reference_from_actor or "reference" in saved) and not ranks_of(agent.accelerator).rank:
-        logger.warning(
-            "no reference was loaded from %s: with use_separate_reference_adapter=False it stays "
-            "the base model",
-            content.path,
-        )
-    roles = {r: lora_merging.with_live_targets(agent.policy, a) for r, a in roles.items()}
-    full = content.attributes.get("actor_state_dict")
-    base = {} if full is None else changed_base(agent.policy, full)
-    if full is None:
-        _warn_of_another_base(agent, content)
-    merged = _merged_config(agent, roles, merge)
-    rebuilt: AbstractContextManager[None] = nullcontext()
-    if merged is not None:
-        rebuilt = lora_merging.rebuilt_adapters(agent.policy, merged, agent.seed)
-        optimizer = None
-    # All that may be refused is refused in here, before the first weight is written.
-    with rebuilt:
-        fitted = {
-            role: lora_merging.fit_adapter(agent.policy, role, adapter.tensors, adapter.config)
-            for role, adapter in roles.items()
-        }
-        engine = None
-        if optimizer is not None:
-            engine = restored_engine(agent, optimizer, keep_lr=keep_lr)
+    reference_from_actor: bool = False,
+    kept_roles: Collection[str] = (),
+    merge: bool = False,
+    keep_lr: bool = False,
+) -> bool:
+    """Load weights, and optimizer if asked, of a checkpoint that was read.
 
-    overwrite_base(agent.policy, base)
+    Returns:
+        Whether LoRA configs were merged; then, or without a saved state, the optimizer is new.
+
+    Raises:
+        ValueError: If the checkpoint does not fit the agent, which is then as it was.
+    """
+    policy = agent.policy
+    adapters = _adapters_by_role(agent, saved, reference_from_actor, kept_roles)
+    changed = _changed_base(agent, saved)
+    merged = _merged_configs(policy, adapters, merge)
+    engine = None
+    # All that may be refused is refused in here, before the first weight is written.
+    with contextlib.ExitStack() as stack:
+        if merged:
+            stack.enter_context(lora_merging.fresh_adapters(policy, merged, agent.seed))
+        fitted = {r: lora_merging.fit_adapter(policy, r, a) for r, a in adapters.items()}
+        if load_optimizer and saved.optimizer is not None and not merged:
+            engine = restored_engine(agent, saved.optimizer, keep_lr=keep_lr)
+
+    overwrite_base(policy.model, changed)
     for role, tensors in fitted.items():
-        lora_merging.write_adapter(agent.policy, role, tensors)
-    agent.lora_config = agent.policy.lora_config
+        lora_merging.write_adapter(policy, role, tensors)
+    agent.lora_config = policy.lora_config
     if engine is not None:
         agent.engine.close()
         agent.engine = engine
-    elif load_optimizer or merged is not None:
+    elif load_optimizer or merged:
         agent.reinit_optimizers()
-    if load_optimizer and engine is None:
-        reason = "it holds none" if merged is None else "its LoRA config was merged with another"
-        warnings.warn(
-            f"no optimizer state was loaded from {content.path}: {reason}; the optimizer starts "
-            "afresh",
-            stacklevel=4,
+    return bool(merged)
+
+
+def _adapters_by_role(
+    agent: LoRAAgent,
+    saved: SavedCheckpoint,
+    reference_from_actor: bool,
+    kept_roles: Collection[str],
+) -> dict[str, SavedAdapter]:
+    """Which of the saved adapters each of the agent's roles gets."""
+    loaded = saved.adapters.keys() - set(kept_roles)
+    source = {role: role for role in agent.policy.roles if role in loaded}
+    if "reference" in agent.policy.roles:
+        if reference_from_actor or "reference" not in saved.adapters:
+            source["reference"] = "actor"
+    elif (reference_from_actor or "reference" in saved.adapters) and not ranks_of(
+        agent.accelerator
+    ).rank:
+        logger.warning(
+            "no reference was loaded from %s: with use_separate_reference_adapter=False it stays "
+            "the base model",
+            saved.path,
         )
-
-
-def rebuild(
-    cls: type[AgentT],
-    path: Path,
-    device: str | torch.device,
-    accelerator: Accelerator | None,
-    actor_network: PreTrainedModel | PeftModel | None,
-) -> AgentT:
-    """Make an agent from a checkpoint alone, or from it and a base model."""
-    ranks = ranks_of(accelerator)
-    content = read_content(path, ranks, load_optimizer=True)
-    if not content.attributes:
-        raise ValueError(
-            f"{path} is a plain PEFT directory, and says nothing of an agent; make one with "
-            f"{cls.__name__}(...), then call its load_checkpoint"
-        )
-    algo, arguments = content.attributes["algo"], content.arguments()
-    if algo != cls.__name__:
-        raise ValueError(f"{path} is a checkpoint of {algo}, not {cls.__name__}; use {algo}.load")
-    unknown = sorted(arguments.keys() - set(cls.argument_names()))
-    if unknown:
-        raise ValueError(
-            f"{path} holds arguments that {cls.__name__} does not take: {unknown}; load it with "
-            "the version that saved it"
-        )
-    if actor_network is None:
-        actor_network = ranks.on_all_ranks(lambda: _base_from(content, arguments, device))
-    arguments |= {"actor_network": actor_network, "device": device, "accelerator": accelerator}
-    agent = cls(**arguments)
-    _load_content(
-        agent,
-        content,
-        load_optimizer=content.optimizer is not None,
-        reference_from_actor=False,
-        merge=False,
-        keep_lr=False,
-    )
-    for name, value in content.history(("index", *agent._history)).items():
-        setattr(agent, name, value)
-    agent.rng.set_state(content.generator(ranks).get_state())
-    return agent
-
-
-def _attributes(agent: LLMAlgorithm) -> dict[str, Any]:
-    """What every cell of the grid holds."""
-    model = agent.policy.base.model
-    history = {name: getattr(agent, name) for name in ("index", *agent._history)}
     return {
-        "algo": agent.algo,
-        "arguments": encode_arguments(agent.saved_arguments()),
-        "history": {name: encode_value(value, name) for name, value in history.items()},
-        "rng_state": agent.rng.get_state(),
-        "bad_steps": agent.skipped_steps.in_a_row,
-        "base_name": agent.model_name or model.name_or_path or None,
-        "base_dtype": encode_value(model.dtype, "base_dtype"),
-        "base_fingerprint": agent.policy.base.fingerprint(),
+        role: lora_merging.with_live_targets(agent.policy, role, saved.adapters[name])
+        for role, name in source.items()
     }
 
 
-def _warn_of_another_base(agent: LLMAlgorithm, content: CheckpointContent) -> None:
-    saved = content.attributes.get("base_fingerprint")  # of a PEFT directory there is none
-    if saved is None or ranks_of(agent.accelerator).rank:
-        return
-    if saved != agent.policy.base.fingerprint():
+def _changed_base(agent: LoRAAgent, saved: SavedCheckpoint) -> dict[str, torch.Tensor]:
+    """The tensors of the base that the checkpoint has other values of; all ranks together."""
+    base, attributes = agent.policy.base, saved.attributes
+    if "actor_state_dict" in attributes:
+        with base.whole():
+            saved_base = without_adapter(attributes["actor_state_dict"])
+            changed = changed_tensors(agent.policy.model, saved_base)
+        require(
+            not changed or base.partition is None,
+            f"the checkpoint's base weights differ from the agent's ({sorted(changed)[:4]}), and "
+            "with ZeRO stage 3 these cannot be overwritten; make the agent with load(path), which "
+            "takes the base from the checkpoint",
+        )
+        return changed
+    fingerprint = attributes.get("base_fingerprint")  # of a PEFT directory there is none
+    another = fingerprint is not None and fingerprint != base.fingerprint()
+    if another and not ranks_of(agent.accelerator).rank:
         logger.warning(
             "the adapters of %s were trained on other base weights (of %r) than this agent's",
-            content.path,
-            content.attributes["base_name"],
+            saved.path,
+            attributes.get("base_name"),
         )
+    return {}
 
 
-def _merged_config(
-    agent: LLMAlgorithm, roles: dict[str, LoadedAdapter], merge: bool
-) -> LoraConfig | None:
-    """The LoRA config that the agent needs to hold ``roles``; None: the one it has."""
-    live = agent.policy.lora_config
-    if not merge:
-        for adapter in roles.values():
+def _merged_configs(
+    policy: Policy, adapters: dict[str, SavedAdapter], merge: bool
+) -> dict[str, LoraConfig]:
+    """For roles whose saved adapter has another LoRA config: one that holds what both do."""
+    merged: dict[str, LoraConfig] = {}
+    for role, adapter in adapters.items():
+        owner = "actor" if role == "reference" else role  # it may become a copy of the actor
+        live = merged.get(owner, policy.lora_configs[owner])
+        if not merge:
             lora_merging.check_same_config(live, adapter.config)
-        return None
-    merged = lora_merging.merge_configs(live, roles["actor"].config)
-    return merged if lora_merging.differing_fields(live, merged) else None
+        elif lora_merging.differing_fields(live, adapter.config):
+            merged[owner] = lora_merging.merge_configs(live, adapter.config)
+    if "actor" in merged and "reference" in policy.roles:
+        merged["reference"] = merged["actor"]
+    return merged
 
 
-def restored_engine(agent: LLMAlgorithm, state: Any, *, keep_lr: bool = False) -> LocalEngine:
+def restored_engine(agent: LoRAAgent, state: Any, *, keep_lr: bool = False) -> LocalEngine:
     """A new engine for the agent with a saved optimizer and schedule.
 
     Raises:
         ValueError: If the state is damaged or that of other parameters.
     """
+    shapes = [parameter.shape for parameter in agent.engine.parameters]
+    fits = all(
+        0 <= number < len(shapes)
+        and values.shape == (torch.Size() if name == "step" else shapes[number])
+        for number, moments in state["optimizer"]["state"].items()
+        for name, values in moments.items()
+    )
+    require(
+        fits,
+        "the checkpoint's optimizer state is that of another model: its moments have other shapes "
+        "than this agent's parameters; load without load_optimizer",
+    )
     engine = agent._build_engine()
     try:
         engine.load_state_dict(state, keep_lr=keep_lr)
-        fits = all(
-            value.shape == parameter.shape
-            for parameter, moments in engine.optimizer.state.items()
-            for value in moments.values()
-            if value.dim()  # but for the count of steps
-        )
     except Exception as error:  # whatever torch runs into in content that is not its own
         engine.close()
         raise ValueError(
             f"the checkpoint's optimizer state is damaged, or that of another model ({error!r}); "
             "load without load_optimizer, or use another checkpoint"
         ) from error
-    if not fits:
-        engine.close()
-        raise ValueError(
-            "the checkpoint's optimizer state is that of another model: its moments have other "
-            "shapes than this agent's parameters; load without load_optimizer"
-        )
     return engine
-
-
-def _base_from(
-    content: CheckpointContent, arguments: dict[str, Any], device: str | torch.device
-) -> PreTrainedModel:
-    """The base model: from the full actor if the checkpoint holds it, else by its name or path."""
-    attributes, path = content.attributes, content.path
-    if "actor_state_dict" in attributes:
-        return _base_from_state(attributes)
-    name, settings = attributes.get("base_name"), arguments.get("model_config")
-    if (settings or {}).get("trust_remote_code"):
-        raise ValueError(
-            f"{path} asks for a base model with trust_remote_code, and loading a checkpoint must "
-            "not run code; load the model yourself and pass it as actor_network"
-        )
-    if arguments.get("model_name") is None:
-        settings = {"dtype": decode_value(attributes.get("base_dtype"))}
-    try:
-        if name is None:
-            raise OSError("the checkpoint recorded no model name")
-        return load_base(name, settings, device)
-    except OSError as error:
-        raise ValueError(
-            f"{path} holds adapters only, and their base model ({name!r}) cannot be loaded "
-            f"({error}); pass it as actor_network"
-        ) from error
-
-
-def _base_from_state(attributes: dict[str, Any]) -> PreTrainedModel:
-    state = base_part(attributes["actor_state_dict"])
-    content = json.loads(attributes["model_config"])
-    config = AutoConfig.for_model(content.pop("model_type"), **content)
-    dtype = decode_value(attributes.get("base_dtype"))
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.load_state_dict(state)
-    model.generation_config = GenerationConfig.from_dict(
-        json.loads(attributes["generation_config"])
-    )
-    return model

@@ -16,8 +16,8 @@ from agilerl.algorithms.core.argument_rules import check_network
 from agilerl.distributed import Ranks, ranks_of
 from agilerl.llm.adapters import default_lora_config, scope_lora_config
 from agilerl.llm.causal_lm import check_pad_token
-from agilerl.llm.checkpoint.adapter_files import adapter_state_dict
-from agilerl.llm.checkpoint.lora_merging import check_same_config, load_adapter
+from agilerl.llm.checkpoint.adapter_files import SavedAdapter, adapter_state_dict
+from agilerl.llm.checkpoint.lora_merging import check_same_config, fit_adapter, write_adapter
 from agilerl.llm.engine.accelerator_config import (
     gathers_for_generation,
     offloads_base,
@@ -95,8 +95,9 @@ def build_policy(
         seed=agent.seed,
     )
     if pretrained is not None:
+        saved = SavedAdapter(pretrained.config, pretrained.tensors)
         for role in [role for role in ("actor", "reference") if role in policy.slots]:
-            load_adapter(policy, role, pretrained.tensors, pretrained.config)
+            write_adapter(policy, role, fit_adapter(policy, role, saved))
     return policy
 
 

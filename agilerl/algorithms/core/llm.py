@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from agilerl.algorithms.checkpoint import save_and_load
+from agilerl.algorithms.checkpoint.rebuild import rebuild
 from agilerl.algorithms.core.actions import action_result, unpadded_prompts
 from agilerl.algorithms.core.evaluation import evaluate
 from agilerl.algorithms.core.lora_agent import LoRAAgent
@@ -135,7 +136,9 @@ class LLMAlgorithm(LoRAAgent):
     def save_checkpoint(
         self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
     ) -> None:
-        """Write a checkpoint directory atomically; contents: :mod:`agilerl.llm.checkpoint.grid`.
+        """Write a checkpoint directory atomically.
+
+        What it holds: :mod:`agilerl.llm.checkpoint.checkpoint_files`.
 
         Args:
             path: The directory; an earlier checkpoint there is replaced.
@@ -162,7 +165,8 @@ class LLMAlgorithm(LoRAAgent):
             load_optimizer: Also restore optimizer and schedule; warns if the checkpoint has none.
             overwrite_reference_adapter: Start the reference from the checkpoint's actor; False:
                 from its reference, if it has one.
-            overwrite_critic_adapter: No effect: these agents have no critic.
+            overwrite_critic_adapter: Load the critic too, of an algorithm that has one; False: it
+                stays as it is.
             merge_lora_configs: Reconcile a differing LoRA config instead of refusing it: larger
                 rank, union of targets.
 
@@ -175,6 +179,7 @@ class LLMAlgorithm(LoRAAgent):
             Path(path),
             load_optimizer=load_optimizer,
             reference_from_actor=overwrite_reference_adapter,
+            kept_roles=() if overwrite_critic_adapter else ("critic",),
             merge=merge_lora_configs,
         )
 
@@ -195,4 +200,4 @@ class LLMAlgorithm(LoRAAgent):
             actor_network: The base model, where the checkpoint recorded neither a name to load
                 nor the full actor.
         """
-        return save_and_load.rebuild(cls, Path(path), device, accelerator, actor_network)
+        return rebuild(cls, Path(path), device, accelerator, actor_network)

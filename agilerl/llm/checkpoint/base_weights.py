@@ -5,20 +5,19 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
+from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from agilerl.llm.policy import Policy
+from agilerl.checks import require
 
 logger = logging.getLogger(__name__)
 
 SAMPLED = 64
 """Values per tensor that a fingerprint looks at."""
+_ADAPTER_PREFIX = "base_model."
+"""PEFT's, of all adapter tensors."""
 
 
 def base_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
@@ -30,24 +29,21 @@ def base_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
     for name, tensor in model.state_dict().items():
         parts = name.split(".")
         if slots.isdisjoint(parts):
-            found[
-                ".".join(part for part in parts if part not in ("base_layer", "original_module"))
-            ] = tensor
+            wrappers = ("base_layer", "original_module")
+            found[".".join(part for part in parts if part not in wrappers)] = tensor
     return found
 
 
 def base_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
     """The same on the CPU."""
-    return {
-        name: tensor.detach().cpu().contiguous() for name, tensor in base_tensors(model).items()
-    }
+    return {n: tensor.detach().cpu().contiguous() for n, tensor in base_tensors(model).items()}
 
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel | PeftModel) -> str:
     """A digest that tells a base from others of its shape, 16 hexadecimal digits.
 
-    Of names, kinds, shapes and some values of every tensor: the same on every device, and quick.
+    Of names, dtypes, shapes and some values of every tensor: the same on every device, and quick.
     """
     digest = hashlib.sha256()
     values = []
@@ -61,35 +57,42 @@ def fingerprint(model: PreTrainedModel | PeftModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def base_part(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What of a full actor is not adapter: PEFT's names all start with ``base_model.``."""
-    return {name: tensor for name, tensor in state.items() if not name.startswith("base_model.")}
+def without_adapter(full_actor: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The base's tensors of a full actor."""
+    return {n: tensor for n, tensor in full_actor.items() if not n.startswith(_ADAPTER_PREFIX)}
 
 
-def adapter_part(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The rest of it."""
-    return {name: tensor for name, tensor in state.items() if name.startswith("base_model.")}
+def adapter_tensors(full_actor: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The adapter's tensors of a full actor."""
+    return {n: tensor for n, tensor in full_actor.items() if n.startswith(_ADAPTER_PREFIX)}
 
 
-def changed_base(policy: Policy, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What of a full actor's base differs from the policy's; all ranks together.
+def changed_tensors(
+    model: PreTrainedModel | PeftModel, saved: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Which tensors of a saved base differ in value from those of ``model``, which is whole.
 
     Raises:
-        ValueError: If it is the base of another model, or differs from one that is partitioned.
+        ValueError: If it is the base of another model.
     """
-    with policy.base.whole():
-        changed = _differing(base_part(state), base_tensors(policy.model))
-    if changed and policy.base.partition is not None:
-        raise ValueError(
-            f"the checkpoint's base weights differ from the agent's ({sorted(changed)[:4]}), and "
-            "with ZeRO stage 3 these cannot be overwritten; make the agent with load(path), which "
-            "takes the base from the checkpoint"
-        )
-    return changed
+    live = base_tensors(model)
+    check_same_shapes(live, saved)
+    return {n: saved[n] for n, t in live.items() if not torch.equal(t.cpu(), saved[n].to(t.dtype))}
+
+
+def check_same_shapes(live: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError if two bases differ in names or shapes of tensors."""
+    shapes = [{n: tuple(t.shape) for n, t in tensors.items()} for tensors in (saved, live)]
+    theirs, own = (sorted(a.items() - b.items())[:4] for a, b in (shapes, shapes[::-1]))
+    require(
+        shapes[0] == shapes[1],
+        "the checkpoint's base model is another one than the agent's: of tensors and shapes, it "
+        f"has {theirs} where the agent's has {own}",
+    )
 
 
 @torch.no_grad()
-def overwrite_base(policy: Policy, changed: Mapping[str, torch.Tensor]) -> None:
+def overwrite_base(model: PreTrainedModel | PeftModel, changed: Mapping[str, torch.Tensor]) -> None:
     """Write base weights that differ into the shared base."""
     if not changed:
         return
@@ -97,24 +100,6 @@ def overwrite_base(policy: Policy, changed: Mapping[str, torch.Tensor]) -> None:
         "%d base tensors are overwritten from the checkpoint, for all agents on this base",
         len(changed),
     )
-    live = base_tensors(policy.model)
+    live = base_tensors(model)
     for name, tensor in changed.items():
         live[name].copy_(tensor)
-
-
-def _differing(
-    saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    if saved.keys() != live.keys():
-        raise ValueError(
-            "the checkpoint's base model is another one than the agent's: they differ in "
-            f"{sorted(saved.keys() ^ live.keys())[:4]}"
-        )
-    for name, tensor in live.items():
-        shape = getattr(saved[name], "shape", None)
-        if shape != tensor.shape:
-            raise ValueError(
-                f"the checkpoint's base model is another one than the agent's: {name} is "
-                f"{shape and tuple(shape)}, not {tuple(tensor.shape)}"
-            )
-    return {n: saved[n] for n, t in live.items() if not torch.equal(t.cpu(), saved[n].to(t.dtype))}

@@ -1,13 +1,13 @@
-"""The optimizer's state in one file per process, as ZeRO keeps it, read back by any number of them.
+"""The optimizer's state in one file per process, as ZeRO keeps it, read by any number of processes.
 
 A shard is what one process holds: of each parameter with elements there, the moments of these
-elements, flat. The files are safetensors, so a stranger's checkpoint runs no code (DeepSpeed's own
-are pickled)::
+elements, flat. The files are safetensors, so reading them runs no code (DeepSpeed's own are
+pickled)::
 
     save_checkpoint/
         optimizer_rank_00000.safetensors    "3.exp_avg": moments of elements of parameter 3,
-        optimizer_rank_00001.safetensors    "step": the count of steps; where the elements belong
-                                            is in the header
+        optimizer_rank_00001.safetensors    "step": the count of steps; the header says where in
+                                            the parameter the elements are
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from agilerl.llm.checkpoint.schema import FragmentHeader, check, damaged, reading
+
 FOLDER = "save_checkpoint"
-_PLACES = "places"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_HEADER = "places"
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Fragment:
     start: int
     """First of its elements here, counted in the flattened parameter."""
     moments: dict[str, torch.Tensor]
-    """By AdamW's names, ``(n,)`` each."""
+    """``exp_avg`` and ``exp_avg_sq``, ``(n,)`` each."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def write_shard(folder: Path, rank: int, shard: Shard) -> None:
     }
     if shard.step is not None:
         tensors["step"] = shard.step.detach().cpu()
-    places = {n: {"shape": f.shape, "start": f.start} for n, f in shard.fragments.items()}
-    save_file(tensors, file, metadata={"format": "pt", _PLACES: json.dumps(places)})
+    header = {n: {"shape": f.shape, "start": f.start} for n, f in shard.fragments.items()}
+    save_file(tensors, file, metadata={"format": "pt", _HEADER: json.dumps(header)})
     # On shared storage only the machine that has written a file can flush it.
     with file.open("rb") as written:
         os.fsync(written.fileno())
@@ -88,69 +91,65 @@ def read_shards(
         ``state_dict()["state"]``.
 
     Raises:
-        ValueError: If a file is missing, damaged, or of another checkpoint.
+        DamagedCheckpointError: If a file is missing, damaged, or of another checkpoint.
     """
     shards = [_read_shard(shard_file(folder, rank)) for rank in range(processes)]
-    return assemble(shards, parameters)
+    return assemble(shards, parameters, folder / FOLDER)
 
 
-def assemble(shards: Iterable[Shard], parameters: int) -> dict[int, dict[str, torch.Tensor]]:
-    """Put the shards of all processes together; see :func:`read_shards`."""
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    missing: dict[int, int] = {}
+def assemble(
+    shards: Iterable[Shard], parameters: int, folder: Path = Path(FOLDER)
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Put the shards of a folder together; see :func:`read_shards`."""
+    found: dict[int, list[Fragment]] = {}
+    step: torch.Tensor | None = None
     for shard in shards:
+        step = shard.step if step is None else step
         for number, fragment in shard.fragments.items():
-            if number not in state:
-                missing[number] = math.prod(fragment.shape)
-                state[number] = {} if shard.step is None else {"step": shard.step.clone()}
-            end = fragment.start
-            for name, values in fragment.moments.items():
-                whole = state[number].setdefault(name, values.new_zeros(fragment.shape))
-                end = fragment.start + len(values)
-                whole.view(-1)[fragment.start : end] = values
-            missing[number] -= end - fragment.start
+            found.setdefault(number, []).append(fragment)
     # Before the first step nobody has moments.
-    numbers = range(parameters if state else 0)
-    short = sorted(
-        {number for number in numbers if missing.get(number)} | state.keys() ^ {*numbers}
-    )
-    if short:
-        raise ValueError(
-            f"the optimizer's shards lack elements of the parameters {short[:8]}, or hold them "
-            "twice; use another checkpoint, or load without load_optimizer"
-        )
-    return dict(sorted(state.items()))
+    wanted = range(parameters if found else 0)
+    bad = sorted({n for n in wanted if not _complete(found.get(n, []))} | found.keys() - {*wanted})
+    if bad or (found and step is None):
+        damaged(folder, f"its files lack elements of the parameters {bad[:8]}, or hold them twice")
+    state = {}
+    for number, fragments in sorted(found.items()):
+        fragments.sort(key=lambda fragment: fragment.start)
+        state[number] = {"step": step.clone()} | {  # type: ignore[union-attr]
+            name: torch.cat([f.moments[name] for f in fragments]).view(fragments[0].shape)
+            for name in fragments[0].moments
+        }
+    return state
+
+
+def _complete(fragments: list[Fragment]) -> bool:
+    """Whether fragments of a parameter, one behind the other, are all of it."""
+    end = 0
+    for fragment in sorted(fragments, key=lambda fragment: fragment.start):
+        sizes = {len(values) for values in fragment.moments.values()}
+        if fragment.start != end or len(sizes) != 1 or fragment.shape != fragments[0].shape:
+            return False
+        end += sizes.pop()
+    return bool(fragments) and end == math.prod(fragments[0].shape)
 
 
 def _read_shard(file: Path) -> Shard:
     if not file.is_file():
-        raise ValueError(
-            f"{file} is missing; use another checkpoint, or load without load_optimizer"
-        )
-    try:
-        with safe_open(file, framework="pt") as stored:
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-            places = json.loads(stored.metadata()[_PLACES])
-        step = tensors.pop("step", None)
-        if places.keys() != {name.partition(".")[0] for name in tensors}:
-            raise ValueError("header and tensors are of different parameters")
-        return Shard(step, {int(n): _fragment(n, place, tensors) for n, place in places.items()})
-    except Exception as error:
-        raise ValueError(
-            f"{file} is damaged ({error!r}); use another checkpoint, or load without load_optimizer"
-        ) from error
-
-
-def _fragment(
-    number: str, place: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> Fragment:
-    moments = {
-        name.partition(".")[2]: values
-        for name, values in tensors.items()
-        if name.partition(".")[0] == number
-    }
-    shape, start = tuple(int(size) for size in place["shape"]), int(place["start"])
-    for name, values in moments.items():
-        if values.dim() != 1 or not 0 <= start <= start + len(values) <= math.prod(shape):
-            raise ValueError(f"{number}.{name} does not fit into {shape}")
-    return Fragment(shape, start, moments)
+        damaged(file, "it is missing")
+    with reading(file), safe_open(file, framework="pt") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        header = json.loads(stored.metadata()[_HEADER])
+    check(file, header, dict[Annotated[str, str.isdecimal, "a number"], FragmentHeader], "header")
+    step = tensors.pop("step", None)
+    names = {f"{number}.{name}" for number in header for name in MOMENTS}
+    if names != tensors.keys() or any(t.dim() != 1 for t in tensors.values()):
+        damaged(file, "its header and its tensors differ")
+    return Shard(
+        step,
+        {
+            int(n): Fragment(
+                tuple(place["shape"]), place["start"], {m: tensors[f"{n}.{m}"] for m in MOMENTS}
+            )
+            for n, place in header.items()
+        },
+    )

@@ -17,7 +17,7 @@ from agilerl.llm.checkpoint.atomic_directory import (
     refuse_to_replace,
     unlock_name,
 )
-from agilerl.llm.checkpoint.grid import ATTRIBUTES_FILE
+from agilerl.llm.checkpoint.checkpoint_files import ATTRIBUTES_FILE
 from agilerl.training.checkpoint.locks import lock_for_a_run
 from agilerl.training.protocols import Agent
 

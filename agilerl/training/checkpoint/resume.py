@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agilerl.algorithms.checkpoint.content import DamagedCheckpointError
 from agilerl.algorithms.checkpoint.resume import (
     SavedAgent,
     read_saved_agent,
 )
 from agilerl.distributed import Ranks
+from agilerl.llm.checkpoint.schema import DamagedCheckpointError
 from agilerl.training.checkpoint.run_checkpoint import (
     RunCheckpoint,
     damaged,

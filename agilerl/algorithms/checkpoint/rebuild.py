@@ -1,0 +1,129 @@
+"""An agent made from a checkpoint alone, or from it and a base model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
+
+from agilerl.algorithms.checkpoint.agent_attributes import (
+    decode_arguments,
+    decode_value,
+    saved_generator,
+    saved_history,
+)
+from agilerl.algorithms.checkpoint.save_and_load import load_saved
+from agilerl.checks import require
+from agilerl.distributed import ranks_of
+from agilerl.llm.checkpoint.base_weights import base_tensors, check_same_shapes, without_adapter
+from agilerl.llm.checkpoint.checkpoint_files import (
+    ATTRIBUTES_FILE,
+    SavedCheckpoint,
+    read_checkpoint,
+)
+from agilerl.llm.checkpoint.lora_merging import check_same_config
+from agilerl.llm.checkpoint.schema import BaseLoading, ModelConfig, check, mismatch, reading
+from agilerl.llm.shared_base import load_base
+
+SAFE_LOADING = {"use_safetensors": True, "trust_remote_code": False, "weights_only": True}
+"""How a base that a checkpoint names is loaded; it cannot ask for anything else."""
+# Would have transformers import code, or look for some.
+_CODE_IN_CONFIG = ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config")
+
+
+def rebuild(
+    cls: Any,
+    path: Path,
+    device: str | torch.device,
+    accelerator: Accelerator | None,
+    actor_network: PreTrainedModel | PeftModel | None,
+) -> Any:
+    """Make an agent of class ``cls``; see ``LLMAlgorithm.load``."""
+    ranks = ranks_of(accelerator)
+    saved = read_checkpoint(path, ranks, load_optimizer=True)
+    require(
+        bool(saved.attributes),
+        f"{path} is a plain PEFT directory, and says nothing of an agent; make one with "
+        f"{cls.__name__}(...), then call its load_checkpoint",
+    )
+    algo = saved.attributes["algo"]
+    require(
+        algo == cls.__name__,
+        f"{path} is a checkpoint of {algo}, not {cls.__name__}; use {algo}.load",
+    )
+    arguments = decode_arguments(saved, cls.argument_table())
+    history = saved_history(saved, ("index", *cls._history))
+    rng = saved_generator(saved, ranks)
+    # Before the agent allocates what the config asks for.
+    check_same_config(arguments["lora_config"], saved.adapters["actor"].config)
+    if actor_network is None:
+        actor_network = ranks.on_all_ranks(lambda: _saved_base(saved, arguments, device))
+    arguments |= {"actor_network": actor_network, "device": device, "accelerator": accelerator}
+    agent = cls(**arguments)
+    load_saved(agent, saved, load_optimizer=saved.optimizer is not None)
+    for name, value in history.items():
+        setattr(agent, name, value)
+    agent.rng.set_state(rng.get_state())
+    return agent
+
+
+def _saved_base(
+    saved: SavedCheckpoint, arguments: dict[str, Any], device: str | torch.device
+) -> PreTrainedModel:
+    """The base model: from the full actor if the checkpoint holds it, else by its name or path."""
+    if "actor_state_dict" in saved.attributes:
+        return _base_of_full_actor(saved)
+    path, name = saved.path, saved.attributes.get("base_name")
+    settings = dict(arguments.get("model_config") or {})
+    if arguments.get("model_name") is None:
+        settings = {"dtype": _base_dtype(saved)}
+    allowed = BaseLoading.__annotations__
+    refused = [n for n, v in settings.items() if n not in allowed or mismatch(v, allowed[n])]
+    require(
+        not refused,
+        f"{path} asks for its base model to be loaded with {refused}, which a checkpoint may not "
+        "decide, as loading it must not run code; load the model yourself and pass it as "
+        "actor_network",
+    )
+    remedy = f"{path} holds adapters only, and their base model ({name!r}) cannot be loaded"
+    require(name is not None, f"{remedy}: it recorded no model name; pass it as actor_network")
+    where = {n: settings[n] for n in ("revision", "subfolder") if settings.get(n)}
+    try:
+        adapter = find_adapter_config_file(name, **where)
+        require(adapter is None, f"it is an adapter itself ({adapter})")
+        return load_base(str(name), settings | SAFE_LOADING, device)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{remedy} safely ({error}); pass it as actor_network") from error
+
+
+def _base_of_full_actor(saved: SavedCheckpoint) -> PreTrainedModel:
+    attributes, file = saved.attributes, saved.path / ATTRIBUTES_FILE
+    state, dtype = without_adapter(attributes["actor_state_dict"]), _base_dtype(saved)
+    with reading(file, "no model can be built from its model_config and weights"):
+        content = json.loads(attributes["model_config"])
+        check(file, content, ModelConfig, "model_config")
+        content = {n: v for n, v in content.items() if n not in _CODE_IN_CONFIG}
+        config = AutoConfig.for_model(content.pop("model_type"), **content)
+        with torch.device("meta"):  # compared before anything of its sizes is allocated
+            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        check_same_shapes(base_tensors(empty), state)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model.load_state_dict(state)
+        generation = GenerationConfig.from_dict(json.loads(attributes["generation_config"]))
+        check(file, generation.eos_token_id, int | list[int] | None, "eos_token_id")
+        model.generation_config = generation
+        return model
+
+
+def _base_dtype(saved: SavedCheckpoint) -> torch.dtype | None:
+    file, encoded = saved.path / ATTRIBUTES_FILE, saved.attributes.get("base_dtype")
+    with reading(file, "its base_dtype"):
+        dtype = None if encoded is None else decode_value(encoded)
+    check(file, dtype, torch.dtype | None, "base_dtype")
+    return dtype

@@ -1,0 +1,218 @@
+"""A checkpoint on disk: written atomically, read without running anything.
+
+=========  ==============  =========  ==========================================================
+lora_only  save_optimizer  ZeRO 2, 3  on disk
+=========  ==============  =========  ==========================================================
+True       True            no         ``<role>/``; ``attributes.pt`` with the optimizer
+True       False           no         ``<role>/``; ``attributes.pt``
+False      True            no         ``attributes.pt`` with the full actor and the optimizer
+False      False           no         ``attributes.pt`` with the full actor
+True       True            yes        ``<role>/``; ``attributes.pt``; ``save_checkpoint/``
+True       False           yes        ``<role>/``; ``attributes.pt``
+False      True            yes        ``attributes.pt`` with the full actor; ``save_checkpoint/``
+False      False           yes        ``attributes.pt`` with the full actor
+=========  ==============  =========  ==========================================================
+
+``<role>/`` are PEFT directories, ``save_checkpoint/`` holds the optimizer in one file per process
+(:mod:`agilerl.llm.checkpoint.optimizer_shards`), ``attributes.pt`` numbers, strings, lists and
+tensors (:class:`agilerl.llm.checkpoint.schema.Attributes`). All load into every agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import GenerationConfig
+
+from agilerl.distributed import Ranks
+from agilerl.llm.checkpoint.adapter_files import (
+    ADAPTER_FILE,
+    SavedAdapter,
+    adapter_state_dict,
+    checked_adapter,
+    config_dict,
+    load_adapter,
+    lora_config_from,
+    save_adapter,
+)
+from agilerl.llm.checkpoint.atomic_directory import atomic_directory, read_directory
+from agilerl.llm.checkpoint.base_weights import adapter_tensors, base_state_dict
+from agilerl.llm.checkpoint.optimizer_shards import read_shards, write_shard
+from agilerl.llm.checkpoint.schema import (
+    FORMAT,
+    Attributes,
+    Count,
+    DamagedCheckpointError,
+    EngineState,
+    FullActorAttributes,
+    check,
+    damaged,
+)
+from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.policy import Policy
+
+if TYPE_CHECKING:
+    from agilerl.llm.engine.zero import ZeroEngine
+
+ATTRIBUTES_FILE = "attributes.pt"
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """What was read from a checkpoint, or from a plain PEFT directory."""
+
+    path: Path
+    adapters: dict[str, SavedAdapter]
+    """By role; of a PEFT directory an actor only."""
+    attributes: dict[str, Any]
+    """See :class:`agilerl.llm.checkpoint.schema.Attributes`; of a PEFT directory none."""
+    optimizer: dict[str, Any] | None
+    """Optimizer and schedule in the form that every engine loads, if asked for and there."""
+
+
+def write_checkpoint(
+    path: Path,
+    attributes: Mapping[str, Any],
+    policy: Policy,
+    engine: LocalEngine,
+    ranks: Ranks,
+    *,
+    lora_only: bool,
+    save_optimizer: bool,
+) -> None:
+    """Write a checkpoint; all ranks together, on storage that all of them see.
+
+    Args:
+        path: Directory to write; an existing checkpoint there is replaced.
+        attributes: Further content of ``attributes.pt``.
+        policy: The adapters and their base.
+        engine: The optimizer.
+        ranks: The processes that save together.
+        lora_only: Adapters as PEFT directories, or the full actor inside ``attributes.pt``.
+        save_optimizer: Whether optimizer and schedule are saved.
+
+    Raises:
+        FileExistsError: If ``path`` holds something that is not a checkpoint.
+    """
+    content = {"format": FORMAT, **attributes, "lora_only": lora_only, "roles": policy.roles}
+    shard = None
+    if not lora_only:
+        with policy.base.whole():
+            content |= ranks.on_all_ranks(lambda: {} if ranks.rank else _full_actor(policy))
+    if save_optimizer and engine.sharded:
+        zero = cast("ZeroEngine", engine)
+        shard = ranks.on_all_ranks(zero.shard)
+        content |= {"optimizer": zero.settings_dict(), "optimizer_shards": ranks.world_size}
+    elif save_optimizer:
+        content["optimizer"] = engine.state_dict()
+
+    def write(folder: Path) -> None:
+        if shard is not None:
+            write_shard(folder, ranks.rank, shard)
+        if ranks.rank > 0:
+            return
+        for role, slot in policy.slots.items() if lora_only else ():
+            save_adapter(policy.model, slot, folder / role)
+        try:
+            torch.save(content, folder / ATTRIBUTES_FILE)
+        except RuntimeError as error:  # what torch makes of a full disk
+            raise OSError(f"{folder / ATTRIBUTES_FILE} could not be written: {error}") from error
+
+    with contextlib.ExitStack() as directory:  # rank 0's
+        folder = ranks.on_rank_zero(
+            lambda: directory.enter_context(atomic_directory(path, ATTRIBUTES_FILE))
+        )
+        ranks.on_all_ranks(lambda: write(folder))
+        ranks.on_rank_zero(directory.close)
+
+
+def _full_actor(policy: Policy) -> dict[str, Any]:
+    """Base and adapters, and the configurations that the base is rebuilt from."""
+    adapters = {r: adapter_state_dict(policy.model, s) for r, s in policy.slots.items()}
+    base = policy.base.model
+    generation = base.generation_config or GenerationConfig()
+    return {
+        "actor_state_dict": base_state_dict(policy.model) | adapters.pop("actor"),
+        "adapter_state_dicts": adapters,
+        "lora_configs": {r: config_dict(c) for r, c in policy.lora_configs.items()},
+        "model_config": base.config.to_json_string(use_diff=False),
+        # It decides which tokens end a completion, and need not be what the config implies.
+        "generation_config": generation.to_json_string(use_diff=False),
+    }
+
+
+def read_checkpoint(path: Path, ranks: Ranks, *, load_optimizer: bool) -> SavedCheckpoint:
+    """Read a checkpoint; all ranks together: what one cannot read, none gets.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint, or it lacks a file.
+        ValueError: If it is damaged, or asks for what loading must not do.
+    """
+    path = path.expanduser()
+
+    def read(folder: Path) -> SavedCheckpoint:
+        attributes = _read_attributes(folder)
+        optimizer = _read_optimizer(folder, attributes) if load_optimizer else None
+        return SavedCheckpoint(path, _read_adapters(folder, attributes), attributes, optimizer)
+
+    def read_either() -> SavedCheckpoint:
+        if (path / ADAPTER_FILE).is_file():
+            return SavedCheckpoint(path, {"actor": load_adapter(path)}, {}, None)
+        return read_directory(path, ATTRIBUTES_FILE, read)
+
+    return ranks.on_all_ranks(read_either)
+
+
+def _read_attributes(folder: Path) -> dict[str, Any]:
+    file = folder / ATTRIBUTES_FILE
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # not quoted: torch's message advises to load without this safety
+        raise DamagedCheckpointError(
+            f"{file} cannot be loaded safely: it is truncated, damaged, or holds pickled code; use "
+            "another checkpoint"
+        ) from error
+    check(file, content, dict)
+    if content.get("format") != FORMAT:
+        raise DamagedCheckpointError(
+            f"{file} has format {content.get('format')!r}, but this version reads format {FORMAT}; "
+            "use another checkpoint"
+        )
+    check(file, content, Attributes if content.get("lora_only") is True else FullActorAttributes)
+    if "actor" not in content["roles"]:
+        damaged(file, f"its roles are {content['roles']!r}, without 'actor'")
+    return cast(dict[str, Any], content)
+
+
+def _read_adapters(folder: Path, attributes: Mapping[str, Any]) -> dict[str, SavedAdapter]:
+    if attributes["lora_only"]:
+        return {role: load_adapter(folder / role) for role in attributes["roles"]}
+    file = folder / ATTRIBUTES_FILE
+    states = {"actor": adapter_tensors(attributes["actor_state_dict"])}
+    states |= attributes["adapter_state_dicts"]
+    # Absent where all roles have the same.
+    own, common = attributes.get("lora_configs", {}), attributes["arguments"].get("lora_config")
+    return {
+        role: checked_adapter(file, lora_config_from(file, own.get(role, common)), state)
+        for role, state in states.items()
+    }
+
+
+def _read_optimizer(folder: Path, attributes: Mapping[str, Any]) -> dict[str, Any] | None:
+    file, state = folder / ATTRIBUTES_FILE, attributes.get("optimizer")
+    if state is None:
+        return None
+    check(file, state, EngineState, "optimizer")
+    if "optimizer_shards" not in attributes:
+        return dict(state)
+    check(file, attributes["optimizer_shards"], Count, "optimizer_shards")
+    parameters = sum(len(group["params"]) for group in state["optimizer"]["param_groups"])
+    moments = read_shards(folder, attributes["optimizer_shards"], parameters)
+    return {**state, "optimizer": {**state["optimizer"], "state": moments}}
