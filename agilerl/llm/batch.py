@@ -25,8 +25,8 @@ class TrainBatch:
         advantages      [[0, .5, .5], [0, -.5, 0]]
 
     A row ends with its last action: what follows (padding, an environment's last words) is never
-    trained and never attended to, so nothing here depends on which id is used for padding. Each
-    stage of an update fills in its field; None until then, or where it is not needed.
+    trained and never attended to, so nothing depends on which id is used for padding. Each stage of
+    an update adds its fields with ``dataclasses.replace``; they are None before, or if not needed.
     """
 
     token_ids: torch.Tensor

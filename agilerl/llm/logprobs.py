@@ -1,8 +1,8 @@
 """Log-probs of chosen tokens in row tiles: ``(tile_rows, V)`` is the largest tensor that exists.
 
 A frozen head takes the fast path: a row's log-prob is a scalar, so its gradient with respect to the
-hidden state, the head's row at the target minus the softmax-weighted head, is formed in the same
-walk over the tiles as the value, and backward only scales it. A trained head (LoRA on it)
+hidden state (the head's row at the target minus the mean row under the softmax) is computed in the
+same pass over the tiles as the value, and backward only scales it. A trained head (LoRA on it)
 recomputes each tile in backward.
 """
 
@@ -110,7 +110,7 @@ def _trained_head_tile(
 
 
 class _FrozenHeadLogProbs(torch.autograd.Function):
-    """Value, entropy and gradient of the hidden states in one walk over the row tiles."""
+    """Value, entropy and gradient of the hidden states in one pass over the row tiles."""
 
     @staticmethod
     def forward(
@@ -132,7 +132,7 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
             part = slice(start, start + rows)
             tile_gradient = gradient[part] if gradient is not None else None
             tile_entropy = entropy[part] if want_entropy else None
-            logp[part] = _walk_tile(
+            logp[part] = _tile_logprobs(
                 hidden[part], targets[part], head, temperature, dtype, tile_entropy, tile_gradient
             )
         ctx.mark_non_differentiable(entropy)
@@ -146,7 +146,7 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
         return (grad_logp[:, None] * gradient).to(gradient.dtype), *[None] * 6
 
 
-def _walk_tile(
+def _tile_logprobs(
     hidden: torch.Tensor,
     targets: torch.Tensor,
     head: LogitHead,
@@ -155,7 +155,7 @@ def _walk_tile(
     entropy_out: torch.Tensor | None,
     gradient_out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Log-probs of one tile; entropies and gradients go where they are wanted.
+    """Log-probs of one tile; entropies and gradients are written to the given tensors.
 
     At most two ``(rows, V)`` buffers are alive, one without entropies; a soft cap keeps one more.
     """

@@ -29,7 +29,7 @@ class UpdateMetrics:
     skipped_steps: int = 0
 
     def add(self, terms: LossTerms, entropy: torch.Tensor) -> None:
-        """Take in one micro-batch; ``entropy`` is that of its ``(N,)`` trained tokens."""
+        """Add one micro-batch; ``entropy`` is that of its ``(N,)`` trained tokens."""
         self.tokens += entropy.numel()
         for name, value in {**terms.sums, "entropy": entropy.sum()}.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
@@ -37,7 +37,7 @@ class UpdateMetrics:
             self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
 
     def add_step(self, outcome: str, loss: float, grad_norm: float) -> None:
-        """Take in one optimizer step, see :class:`agilerl.llm.update.StepResult`."""
+        """Add one optimizer step, see :class:`agilerl.llm.update.StepResult`."""
         if outcome == "skipped":
             self.skipped_steps += 1
             return

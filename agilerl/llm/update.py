@@ -33,10 +33,10 @@ class NonFiniteUpdateError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What became of one optimizer step, the same on every rank."""
+    """The result of one optimizer step, the same on every rank."""
 
     outcome: Literal["taken", "skipped", "no_gradient"]
-    """Skipped: loss or gradient was not finite. No gradient: no rank had a row with one."""
+    """Skipped: the loss or its gradient was not finite. No gradient: no rank had a row with one."""
     loss: float = 0.0
     """Over all ranks; of a step that was taken."""
     grad_norm: float = 0.0
@@ -52,10 +52,10 @@ class SkippedSteps:
 
     in_a_row: int = 0
     last_checkpoint: str | None = None
-    """Named by the error that ends too long a row."""
+    """Named by the error that is raised after too many."""
 
     def count(self, result: StepResult, rank: int) -> None:
-        """Take in one step.
+        """Count one step.
 
         Raises:
             NonFiniteUpdateError: When ``MAX_SKIPPED_STEPS`` in a row were skipped.
@@ -98,7 +98,7 @@ def run_update(
         policy: Whose actor is trained.
         engine: Accumulates gradients and steps.
         batch: The rows with their ``advantages`` and ``loss_mask``; the log-probs of the reference
-            and of the policy before the update are filled in here, where they are needed.
+            and of the policy before the update are added here, where they are needed.
         loss_function: The objective.
         forward: How log-probs are computed.
         update: Mini-batch and micro-batch sizes (in rows of this rank), epochs, gradient clipping.
