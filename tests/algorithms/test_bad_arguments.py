@@ -58,6 +58,12 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("hp_config", HyperparameterConfig(batch_size=RLParameter(1, 8)), ValueError, "dtype=int"),
     (
         "hp_config",
+        HyperparameterConfig(adv_clip_range=RLParameter(0.1, 3)),
+        ValueError,
+        "'adv_clip_range', which is None; it must be a number",
+    ),
+    (
+        "hp_config",
         HyperparameterConfig(group_size=RLParameter(1, 8, dtype=int)),
         ValueError,
         "limit of group_size.*1.*at least 2",

@@ -21,6 +21,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from accelerate import Accelerator
@@ -216,7 +217,7 @@ class LLMArguments:
             "actor_network and model_name are both None; pass actor_network (a causal language "
             "model) or model_name (a name or path to load)",
         )
-        _check_hp_config(arguments["hp_config"] or HyperparameterConfig(), cls.argument_table())
+        _check_hp_config(arguments, cls.argument_table())
         rank_batch_size(arguments["batch_size"], arguments["accelerator"])
         least, most = arguments["min_output_tokens"], arguments["max_output_tokens"]
         require(
@@ -233,10 +234,10 @@ class LLMArguments:
                 )
 
 
-def _check_hp_config(hp_config: HyperparameterConfig, table: Mapping[str, Argument]) -> None:
-    """Refuse limits of what cannot be mutated, or that an argument's own rule refuses."""
+def _check_hp_config(arguments: Mapping[str, Any], table: Mapping[str, Argument]) -> None:
+    """Refuse what cannot be mutated, and limits that an argument's own rule refuses."""
     mutable = [name for name, row in table.items() if row.mutable]
-    for name, parameter in hp_config.items():
+    for name, parameter in (arguments["hp_config"] or HyperparameterConfig()).items():
         require(
             name in mutable,
             f"hp_config names {name!r}, which is no hyperparameter that can be mutated; it must be "
@@ -245,10 +246,16 @@ def _check_hp_config(hp_config: HyperparameterConfig, table: Mapping[str, Argume
         rule = table[name].rule
         require(
             parameter.dtype is int or not (isinstance(rule, Number) and rule.integer),
-            f"{name} in hp_config has dtype float, but it counts; pass RLParameter(..., dtype=int)",
+            f"{name} in hp_config has dtype float, but is an integer; pass "
+            "RLParameter(..., dtype=int)",
         )
         for limit in (parameter.min, parameter.max):
             table[name].check(f"limit of {name} in hp_config", parameter.dtype(limit))
+        require(
+            isinstance(arguments[name], Real),
+            f"hp_config names {name!r}, which is {arguments[name]!r}; it must be a number for "
+            "mutations to start from",
+        )
 
 
 class GRPOArguments(LLMArguments):
