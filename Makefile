@@ -35,7 +35,8 @@ help:
 install: $(VENV)/.installed-dev
 
 # Tests that share what they launched, an xdist_group, go to one worker; the others to whoever is free.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
+# Without restarts a worker that crashed or hung ends the run; a new one would run into the same test.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --max-worker-restart 0
 
 test: lint
 	$(PYTEST) $(ARGS)

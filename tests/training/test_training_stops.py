@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forking import start, wait
+from forking import TIME_LIMIT, start, wait
 from interpreters import started, wait_for
 from training_fakes import FakeAgent, FakeGym
 
@@ -265,7 +265,8 @@ def test_a_kill_while_saving_leaves_no_half_checkpoint(tmp_path: Path) -> None:
 
     options = {"max_steps": 9, "checkpoint_steps": 1, "checkpoint_path": "c"}
     child = start(lambda: train([FakeAgent(on_save=save)], **options))
-    while not saving.exists():
+    end = time.monotonic() + TIME_LIMIT
+    while not saving.exists() and time.monotonic() < end:
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
     assert wait(child) == -signal.SIGKILL
