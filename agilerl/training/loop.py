@@ -12,9 +12,9 @@ import torch
 
 from agilerl.distributed import Ranks
 from agilerl.training.checkpoint.elite import Elite
-from agilerl.training.checkpoint.random_streams import random_streams, set_random_streams
 from agilerl.training.checkpoint.run_checkpoint import FORMAT
 from agilerl.training.checkpoint.run_directory import RunDirectory
+from agilerl.training.checkpoint.run_state import random_streams, set_random_streams
 from agilerl.training.checkpoint.saver import Saver
 from agilerl.training.experience import (
     Experience,
@@ -179,7 +179,7 @@ class TrainingLoop:
             self._write_rows(rows)
         every = self.options.checkpoint_steps
         if every is not None and self.iteration % every == 0:
-            self.saver.save(self.iteration)
+            self.saver.save(self.iteration, evaluated=False)
         return ended
 
     def _train(self, member: Member) -> Row:

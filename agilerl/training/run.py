@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import platform
+import re
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 
 import agilerl
+from agilerl.algorithms.checkpoint.resume import SavedAgent
 from agilerl.distributed import Ranks
 from agilerl.training.checkpoint.elite import Elite
-from agilerl.training.checkpoint.plain_json import check_plain
 from agilerl.training.checkpoint.resume import read_resume
 from agilerl.training.checkpoint.run_checkpoint import RunCheckpoint, find_checkpoint
-from agilerl.training.checkpoint.run_directory import RunDirectory, lies_in, run_name
+from agilerl.training.checkpoint.run_directory import RunDirectory, lies_in
+from agilerl.training.checkpoint.run_state import check_plain, write_json
 from agilerl.training.logs.files import take_over_logs
 from agilerl.training.logs.run_log import NoLog, RunLog
 from agilerl.training.loop import TrainingLoop
@@ -62,14 +64,14 @@ def run_training(
     check_same_options(population, options, ranks)
     ranks.on_all_ranks(lambda: _check_states(population))
     check_same_data(population, ranks)
-    resume_from, resume = options.resume_from, None
-    found = (
-        None if resume_from is None else ranks.on_rank_zero(lambda: find_checkpoint(resume_from))
-    )
+    resume_from, found = options.resume_from, None
+    if resume_from is not None:
+        found = ranks.on_rank_zero(lambda: find_checkpoint(resume_from))
     check_shared_storage(population, options, ranks)
+    checkpoint: RunCheckpoint | None = None
+    saved_agents: list[SavedAgent] = []
     if found is not None:
-        resume = read_resume(found, population, env_name, ranks)
-    checkpoint = None if resume is None else resume.checkpoint
+        checkpoint, saved_agents = read_resume(found, population, env_name, ranks)
     name = ranks.on_rank_zero(lambda: _name_of_run(agents, env_name, options, checkpoint))
     with collective_run(), ExitStack() as stack:
         elite = None
@@ -84,9 +86,10 @@ def run_training(
             _say_where(log, directory, options, checkpoint, ranks)
             names = {"run": name, "environment": env_name}
             loop = TrainingLoop(population, options, directory, log, elite, names, ranks)
-            if resume is not None:
-                resume.restore_agents()
-                loop.load_state_dict(resume.state)
+            if checkpoint is not None:
+                for agent in saved_agents:
+                    agent.restore()
+                loop.load_state_dict(checkpoint.state)
             stopped_by = loop.run()
             failed = False
         finally:
@@ -107,9 +110,16 @@ def _name_of_run(
     options: TrainingOptions,
     checkpoint: RunCheckpoint | None,
 ) -> str:
-    name = run_name(agents, env_name)
+    """That of the run that is resumed in its directory, or a new one, safe as a file name.
+
+    ``<ALGO>-<environment>-<date>-<time>``
+    """
     if checkpoint is not None and lies_in(checkpoint.path, options.checkpoint_path):
-        name = checkpoint.state["run"]
+        name: str = checkpoint.state["run"]
+    else:
+        algos = "+".join(dict.fromkeys(agent.algo for agent in agents))
+        environment = re.sub(r"[^\w.+-]+", "_", env_name).strip("._") or "env"
+        name = f"{algos}-{environment}-{time.strftime('%Y%m%d-%H%M%S')}"
     options.check_elite_path(Path(options.checkpoint_path or Path("runs") / name))
     return name
 
@@ -129,7 +139,7 @@ def _opened_log(
         config["resumed"] = _resumptions(checkpoint)
         source, saved = checkpoint.path.parent, checkpoint.state
         ranks.on_rank_zero(lambda: take_over_logs(source, directory.path, saved))
-    directory.write_config(config)
+    ranks.on_rank_zero(lambda: write_json(directory.path / "config.json", config))
     state = None if checkpoint is None else checkpoint.state
 
     def opened() -> RunLog:
@@ -151,7 +161,7 @@ def _say_where(
         return
     message = f"Run directory: {directory.path}"
     if checkpoint is not None:
-        message += f", going on from {checkpoint.path} (iteration {checkpoint.iteration})"
+        message += f", going on from {checkpoint.path} (iteration {checkpoint.state['iteration']})"
     logger.info(message)
     if options.verbose:
         log.say(message)
@@ -166,7 +176,7 @@ def _resumptions(checkpoint: RunCheckpoint) -> list[dict[str, Any]]:
         resumed = []  # it is for reading only
     this = {
         "from": str(checkpoint.path),
-        "iteration": checkpoint.iteration,
+        "iteration": checkpoint.state["iteration"],
         "run": checkpoint.state["run"],
         "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

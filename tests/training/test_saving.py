@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from training_fakes import FakeAgent, FakeGym
 
 from agilerl.training import loop
-from agilerl.training.checkpoint.plain_json import check_plain
 from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
+from agilerl.training.checkpoint.run_state import check_plain
 from agilerl.training.checkpoint.saver import is_no_room
 from agilerl.training.collectors import ReasoningCollector
 from agilerl.training.options import TrainingOptions

@@ -1,12 +1,13 @@
-"""The best agent's checkpoint, and care for the one that an earlier run left in its place."""
+"""The best agent's checkpoint, which takes the place of an earlier run's with care."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from agilerl.distributed import Ranks
 from agilerl.llm.checkpoint.atomic_directory import (
@@ -18,7 +19,7 @@ from agilerl.llm.checkpoint.atomic_directory import (
     unlock_name,
 )
 from agilerl.llm.checkpoint.checkpoint_files import ATTRIBUTES_FILE
-from agilerl.training.checkpoint.locks import lock_for_a_run
+from agilerl.training.checkpoint.run_directory import lock_until_closed
 from agilerl.training.protocols import Agent
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ RUN_FILE = "run.txt"
 """File in an elite with the name of the run that saved it."""
 
 
-class Elite:
+class Elite(contextlib.ExitStack):
     """Saves the best agent of one run; a context, in which no other run can save there.
 
     A checkpoint that is there already is kept: the run's first save moves it to
@@ -40,16 +41,16 @@ class Elite:
         ranks: The processes of the run, which must all call every method; rank 0 writes.
 
     Raises:
-        RuntimeError: If it belongs to a living run, in whatever process.
+        RuntimeError: If another run that is still going on, in whatever process, saves there.
         ValueError: If it holds files that are no checkpoint, which saving would remove.
     """
 
     def __init__(self, path: str | Path, run: str, ranks: Ranks | None = None) -> None:
+        super().__init__()
         self.path, self.run = Path(path), run
         self._ranks = Ranks() if ranks is None else ranks
         self.saved = False
         """Whether this run has saved its best agent there."""
-        self._lock: int | None = None
         self._ranks.on_rank_zero(self._take)
 
     def _take(self) -> None:
@@ -57,16 +58,15 @@ class Elite:
             refuse_to_replace(self.path, ATTRIBUTES_FILE)
         except FileExistsError as error:
             raise ValueError(f"elite_path={str(self.path)!r} cannot be replaced: {error}") from None
-        self._lock = lock_for_a_run(
-            "elite_path", self.path, lock_name, "the elites of two runs would replace each other"
-        )
+        release = partial(unlock_name, self.path)
+        lock_until_closed(self, "elite_path", self.path, lock_name, release)
 
     def state_dict(self) -> dict[str, Any]:
         """For run checkpoints."""
         return {"path": str(self.path.resolve()), "saved": self.saved}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on with the elite of a run, also one saved after ``state``, by a run killed later.
+        """Take over the elite of the run that is resumed, also if it was saved after ``state``.
 
         One that was saved elsewhere stays there.
         """
@@ -74,38 +74,16 @@ class Elite:
         def is_of_this_run() -> bool:
             if state is not None and state["saved"] and state["path"] == str(self.path.resolve()):
                 return True
-            return self._noted_run() == self.run
+            try:
+                return self._run_file().read_text(encoding="utf-8") == self.run
+            except (OSError, UnicodeError):
+                return False
 
         # Decided by one process: the same place may have another name on another machine.
         self.saved = self._ranks.on_rank_zero(is_of_this_run)
 
-    def _noted_run(self) -> str | None:
-        try:
-            return self._run_file().read_text(encoding="utf-8")
-        except (OSError, UnicodeError):
-            return None
-
-    def _note_run(self) -> None:
-        with contextlib.suppress(OSError):  # without it the elite counts as an earlier run's: kept
-            self._run_file().write_text(self.run, encoding="utf-8")
-
-    def _run_file(self) -> Path:
-        return complete_directory(self.path, ATTRIBUTES_FILE) / RUN_FILE
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._lock is not None:
-            unlock_name(self.path, self._lock)
-            self._lock = None
-
     def save(self, agent: Agent, trained: bool) -> None:
-        """Save ``agent`` as the best so far.
-
-        Args:
-            agent: The agent.
-            trained: False before the first iteration.
+        """Save the best agent so far; ``trained`` is False before the first iteration.
 
         Raises:
             FileExistsError: If ``path`` holds something that is not a checkpoint.
@@ -120,12 +98,19 @@ class Elite:
         if not holds_directory(self.path, ATTRIBUTES_FILE):
             return True
         if not trained:
-            logger.warning(
+            message = (
                 "%s holds the elite of an earlier run: it stays there until an evaluation of this "
-                "run is better than the one before training",
-                self.path,
+                "run is better than the one before training"
             )
+            logger.warning(message, self.path)
             return False
         moved = move_aside(self.path, ATTRIBUTES_FILE)
         logger.warning("The elite of an earlier run was moved from %s to %s", self.path, moved)
         return True
+
+    def _note_run(self) -> None:
+        with contextlib.suppress(OSError):  # without it the elite counts as an earlier run's: kept
+            self._run_file().write_text(self.run, encoding="utf-8")
+
+    def _run_file(self) -> Path:
+        return complete_directory(self.path, ATTRIBUTES_FILE) / RUN_FILE

@@ -1,7 +1,6 @@
 """Run checkpoints on disk: which are complete, which to keep, and reading one back with care.
 
-A run checkpoint is a folder ``iteration_<number>`` of the run directory (with ``_evaluated`` after
-it, if a stop kept the run from the evaluation that was due, and it was made up for later)::
+A run checkpoint is a folder ``iteration_<number>`` of the run directory::
 
     iteration_00000040/
         agent_0/ agent_1/ ...   the agents' checkpoints, as save_checkpoint writes them
@@ -9,17 +8,16 @@ it, if a stop kept the run from the evaluation that was due, and it was made up 
         SHA256SUMS              of every other file; `sha256sum -c SHA256SUMS` checks them
 
 It is written as ``iteration_00000040.partial`` and renamed last, so a folder without that suffix is
-complete.
+complete. ``iteration_00000040_evaluated`` is the same with the evaluation that a stop postponed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
-import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,26 +27,18 @@ SUMS_FILE = "SHA256SUMS"
 FORMAT = 1
 PARTIAL = ".partial"
 _NAME = re.compile(r"iteration_(\d+)(_evaluated)?")
-_STATE: Mapping[str, type | tuple[type, ...]] = {
-    "run": str,
-    "environment": str,
-    "iteration": int,
+_AGENTS_ONLY = "load its agents with load_checkpoint, to start a new run with"
+# What a resumed run reads, and its types.
+_STATE: dict[str, Any] = {
     "in_iteration": bool,
     "wall_seconds": (int, float),
-    "agents": list,
-    "environments": list,
-    "random": dict,
-    "log": dict,
+    "iteration": int,
+    **dict.fromkeys(("run", "environment"), str),
+    **dict.fromkeys(("agents", "environments"), list),
+    **dict.fromkeys(("random", "log"), dict),
 }
-_AGENT: Mapping[str, type] = {
-    "index": int,
-    "algo": str,
-    "steps": int,
-    "steps_of_run": int,
-    "epochs_of_run": int,
-    "flat_iterations": int,
-    "environment": int,
-}
+_COUNTS = ("index", "steps", "steps_of_run", "epochs_of_run", "flat_iterations", "environment")
+_AGENT = {"algo": str, **dict.fromkeys(_COUNTS, int)}
 
 
 @dataclass(frozen=True)
@@ -59,15 +49,10 @@ class RunCheckpoint:
     state: dict[str, Any]
     """Content of ``run_state.json``."""
 
-    @property
-    def iteration(self) -> int:
-        """The iteration after which it was written."""
-        return int(self.state["iteration"])
 
-
-def checkpoint_name(iteration: int, evaluated_later: bool = False) -> str:
-    """Folder of the checkpoint written after an iteration, and after an evaluation made up for."""
-    return f"iteration_{iteration:08d}" + "_evaluated" * evaluated_later
+def checkpoint_name(iteration: int, evaluated: bool = False) -> str:
+    """Folder of the checkpoint of an iteration; ``evaluated``: with its postponed evaluation."""
+    return f"iteration_{iteration:08d}" + "_evaluated" * evaluated
 
 
 def iteration_of(folder: Path) -> int | None:
@@ -79,7 +64,7 @@ def iteration_of(folder: Path) -> int | None:
 def complete_checkpoints(directory: str | Path) -> list[Path]:
     """The complete run checkpoints in a run directory, oldest first; ``[]`` if there are none.
 
-    To go on where there is something to go on from::
+    To resume a run if there is one, and else to start it::
 
         resume_from = "run" if complete_checkpoints("run") else None
     """
@@ -96,24 +81,8 @@ def best_checkpoint(directory: str | Path) -> Path | None:
 
     Its fitness is that of the population's best agent at the last evaluation before it was written.
     """
-    best, highest = None, float("-inf")
-    for child in complete_checkpoints(directory):
-        fitness = _fitness(child)
-        if fitness is not None and fitness > highest:
-            best, highest = child, fitness
-    return best
-
-
-def prune_checkpoints(directory: Path, keep: int) -> None:
-    """Remove all complete checkpoints but the last ``keep`` and the best one."""
-    children = complete_checkpoints(directory)
-    kept = {*children[-keep:], best_checkpoint(directory)}
-    for child in children:
-        if child not in kept:
-            # Removing takes a while: a kill meanwhile must not leave half of something complete.
-            doomed = child.with_name(child.name + PARTIAL)
-            child.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+    best = max(complete_checkpoints(directory), key=_fitness, default=None)
+    return None if best is None or _fitness(best) == -math.inf else best
 
 
 def find_checkpoint(resume_from: str | Path) -> Path:
@@ -133,12 +102,8 @@ def find_checkpoint(resume_from: str | Path) -> Path:
         "checkpoint_path of a run that had checkpoint_steps set, or one of its "
         "iteration_<number> folders; leave resume_from out to start a new run"
     )
-    crashed = sorted(path.glob("crashed_in_iteration_*"))
-    if crashed:
-        message += (
-            f". {crashed[-1]} was saved in the middle of an iteration: its agents can be loaded "
-            "with load_checkpoint, to start a new run with"
-        )
+    for crashed in sorted(path.glob("crashed_in_iteration_*"))[-1:]:
+        message += f". {crashed} was saved in the middle of an iteration: {_AGENTS_ONLY}"
     raise FileNotFoundError(message)
 
 
@@ -155,25 +120,15 @@ def read_checkpoint(path: Path) -> RunCheckpoint:
         state = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise damaged(path, f"{file} is damaged: {error}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+    found = state.get("format") if isinstance(state, dict) else type(state).__name__
+    if found != FORMAT:
         raise damaged(path, f"{file} has format {found!r}, but this version reads format {FORMAT}")
-    wrong = _wrong_types(state, _STATE)
-    if not wrong:
-        wrong = [
-            f"agents[{i}]" + ("" if not isinstance(agent, dict) else f".{name}")
-            for i, agent in enumerate(state["agents"])
-            for name in (_wrong_types(agent, _AGENT) if isinstance(agent, dict) else ("",))
-        ]
-        if Path(state["run"]).name != state["run"]:  # it names a folder
-            wrong.append("run")
-    if wrong:
+    if wrong := _wrong_types(state):
         raise damaged(path, f"{file} is damaged: {', '.join(wrong)} missing or of a wrong type")
     if state["in_iteration"]:
         raise ValueError(
             f"{path} was saved in the middle of iteration {state['iteration']}, which failed: a "
-            "run cannot go on from there; "
-            + (_older(path) or "load its agents with load_checkpoint and start a new run")
+            f"run cannot be resumed from there; {_older(path) or _AGENTS_ONLY}"
         )
     return RunCheckpoint(path, state)
 
@@ -193,50 +148,51 @@ def _check_sums(path: Path) -> None:
     file = path / SUMS_FILE
     if not file.is_file():
         raise damaged(path, f"{file} is missing")
-    pairs = [line.split("  ", 1) for line in file.read_text("utf-8", "replace").splitlines()]
-    noted = {pair[1]: pair[0] for pair in pairs if len(pair) == 2}
+    lines = [line.split("  ", 1) for line in file.read_text("utf-8", "replace").splitlines()]
+    noted = {line[1]: line[0] for line in lines if len(line) == 2}
     found = _sums(path)
     for name in sorted(noted.keys() | found.keys()):
-        if name not in found:
-            raise damaged(path, f"{path / name} is missing")
-        if name not in noted:
-            raise damaged(path, f"{path / name} is not listed in {file}")
-        if noted[name] != found[name]:
-            raise damaged(
-                path, f"{path / name} is damaged: it is not what was written (see {file})"
-            )
+        if noted.get(name) != found.get(name):
+            problem = "damaged: it is not what was written" if name in found else "missing"
+            raise damaged(path, f"{path / name} is {problem} (see {file})")
 
 
 def _sums(folder: Path) -> dict[str, str]:
     """SHA-256 of every file below ``folder`` but the list itself, by relative path."""
     sums = {}
     for file in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
-        name = file.relative_to(folder).as_posix()
-        if name != SUMS_FILE:
-            with file.open("rb") as content:
-                sums[name] = hashlib.file_digest(content, "sha256").hexdigest()
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256")
+        sums[file.relative_to(folder).as_posix()] = digest.hexdigest()
+    sums.pop(SUMS_FILE, None)
     return sums
 
 
 def _older(path: Path) -> str | None:
     """Advice to use the checkpoint before ``path``, if there is one."""
     found = re.search(r"iteration_(\d+)", path.name)
-    if found is None:
-        return None
-    number = int(found[1])
+    number = -1 if found is None else int(found[1])
     older = [c for c in complete_checkpoints(path.parent) if (iteration_of(c) or 0) < number]
     return f"resume from the one before it: resume_from={str(older[-1])!r}" if older else None
 
 
-def _fitness(folder: Path) -> float | None:
+def _fitness(folder: Path) -> float:
+    """What is noted in the checkpoint; minus infinity if nothing is, or it is damaged."""
     try:
         value = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))["fitness"]
-    except (OSError, ValueError, KeyError, TypeError):  # a damaged one is not the best
-        return None
-    return float(value) if isinstance(value, int | float) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return -math.inf
+    # No comparison with nan holds.
+    return float(value) if isinstance(value, int | float) and value > -math.inf else -math.inf
 
 
-def _wrong_types(
-    content: Mapping[str, Any], expected: Mapping[str, type | tuple[type, ...]]
-) -> list[str]:
-    return [name for name, kind in expected.items() if not isinstance(content.get(name), kind)]
+def _wrong_types(state: dict[str, Any]) -> list[str]:
+    """Names of values in ``run_state.json`` that a resumed run could not read."""
+    wrong = [name for name, kind in _STATE.items() if not isinstance(state.get(name), kind)]
+    for number, agent in enumerate([] if wrong else state["agents"]):
+        read = agent if isinstance(agent, dict) else {}
+        names = [name for name, kind in _AGENT.items() if not isinstance(read.get(name), kind)]
+        wrong += [f"agents[{number}].{name}" for name in names]
+    if not wrong and Path(state["run"]).name != state["run"]:  # it names a folder
+        wrong.append("run")
+    return wrong

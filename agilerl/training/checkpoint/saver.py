@@ -6,6 +6,7 @@ import errno
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,59 +23,42 @@ from agilerl.training.protocols import Agent
 
 logger = logging.getLogger(__name__)
 
-WRITE_ERRORS = (OSError, SafetensorError)
-"""What is raised when a file cannot be written."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+@dataclass(frozen=True)
 class Saver:
-    """Saves a run and its best agent; all processes together, of which one speaks.
+    """Saves a run and its best agent; all processes together, of which rank 0 reports."""
 
-    Args:
-        population: Who trains.
-        directory: Where checkpoints go.
-        elite: Where the best agent goes, if anywhere.
-        log: Where it is said.
-        state: Gives the run's state, and is told whether an iteration is under way.
-        keep: Checkpoints to keep.
-        ranks: The processes of the run.
-    """
-
-    def __init__(
-        self,
-        population: Population,
-        directory: RunDirectory,
-        elite: Elite | None,
-        log: RunLog,
-        state: Callable[[bool], dict[str, Any]],
-        keep: int,
-        ranks: Ranks,
-    ) -> None:
-        self.population, self.directory = population, directory
-        self.elite, self.log = elite, log
-        self.state, self.keep, self.ranks = state, keep, ranks
+    population: Population
+    directory: RunDirectory
+    elite: Elite | None
+    """Where the best agent goes, if anywhere."""
+    log: RunLog
+    state: Callable[[bool], dict[str, Any]]
+    """Gives the run's state, and is told whether an iteration is under way."""
+    keep: int
+    """Checkpoints to keep."""
+    ranks: Ranks
 
     def save_elite(self, agent: Agent, trained: bool) -> bool:
-        """Save the best agent so far; False: that was not possible, which is said."""
+        """Save the best agent so far; False: that was not possible, which is reported."""
         elite = self.elite
         if elite is None:
             return True
         what = f"best agent so far ({agent.index})"
         return self._tried(what, elite.path, lambda: elite.save(agent, trained))
 
-    def save(self, iteration: int, evaluated_later: bool = False) -> None:
-        """Save the run and remove old checkpoints; a full disk, say, is no reason to lose it."""
-        what = f"checkpoint of iteration {iteration}"
-        name = checkpoint_name(iteration, evaluated_later)
+    def save(self, iteration: int, evaluated: bool) -> None:
+        """Save the run and remove old checkpoints; a full disk, say, is no reason to end it."""
+        what, name = f"checkpoint of iteration {iteration}", checkpoint_name(iteration, evaluated)
         if self._tried(what, self.directory.path, lambda: self._save(name)):
             self.directory.prune(self.keep)
 
-    def save_after_stop(
-        self, signal_name: str, iteration: int, evaluated_later: bool = False
-    ) -> None:
+    def save_after_stop(self, signal_name: str, iteration: int, evaluated: bool) -> None:
         """Save the run, and say where."""
         try:
-            where = self._save(checkpoint_name(iteration, evaluated_later))
+            where = self._save(checkpoint_name(iteration, evaluated))
         except Exception as error:
             error.add_note(
                 f"Stopped by {signal_name} after iteration {iteration}, which could not be "
@@ -90,7 +74,7 @@ class Saver:
             self.log.say(message)
 
     def rescue(self, error: Exception, iteration: int, trained: bool) -> None:
-        """Save what was trained, if anything, before ``error`` goes on, and tell it where."""
+        """Save the agents, if they were trained, before ``error`` is raised; note in it where."""
         if not trained:
             error.add_note(f"Nothing was trained yet. Logs are in {self.directory.path}")
             return
@@ -116,13 +100,12 @@ class Saver:
             error.add_note(f"Iteration {iteration} failed. The agents were saved to {where}")
         newest = self.directory.newest_checkpoint()
         if newest is not None:
-            error.add_note(f"To go on from before that: resume_from={str(newest)!r}")
+            error.add_note(f"To resume from before that: resume_from={str(newest)!r}")
 
     def _save(self, name: str, in_iteration: bool = False) -> Path:
         self.log.sync()
-        return self.directory.write_checkpoint(
-            name, self.population.agents, self.state(in_iteration)
-        )
+        state = self.state(in_iteration)
+        return self.directory.write_checkpoint(name, self.population.agents, state)
 
     def _tried(self, what: str, where: Path, save: Callable[[], object]) -> bool:
         """Save; whether it was possible."""
@@ -130,16 +113,14 @@ class Saver:
             save()
         except FileExistsError:  # someone's files are in the way, and will be next time
             raise
-        except WRITE_ERRORS as error:
-            remedy = (
-                "Free disk space" if is_no_room(error) else "See to it that files can be written"
-            )
+        except (OSError, SafetensorError) as error:
+            remedy = "Free disk space" if is_no_room(error) else "Make the directory writable"
             message = (
-                f"The {what} could NOT be saved in {where}: {error!r}. The run goes on without, "
-                f"and what was saved before is kept ({self._newest()}). {remedy}: later saves are "
-                "tried as planned."
+                f"The {what} could NOT be saved in {where}: {error!r}. Training continues, and "
+                f"earlier checkpoints are kept (the newest: {self._newest()}). {remedy}: later "
+                "saves are tried as planned."
             )
-            if self.ranks.rank == 0:  # all know of it, one says it
+            if self.ranks.rank == 0:
                 logger.error(message, exc_info=error)
                 self.log.say(message)
             return False
@@ -151,8 +132,7 @@ class Saver:
 
 def is_no_room(error: Exception) -> bool:
     """Whether a file could not be written because the disk, a quota or a limit is exhausted."""
-    number = getattr(error, "errno", None)
-    if number is None:  # safetensors only quotes the number
-        quoted = re.search(r"os error (\d+)", str(error))
-        number = None if quoted is None else int(quoted[1])
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (quoted := re.search(r"os error (\d+)", str(error))):
+        number = int(quoted[1])  # safetensors only quotes it
     return number in _NO_ROOM
