@@ -67,8 +67,7 @@ def rebuild(
     arguments |= {"actor_network": actor_network, "device": device, "accelerator": accelerator}
     agent = cls(**arguments)
     load_saved(agent, saved, load_optimizer=saved.optimizer is not None)
-    for name, value in history.items():
-        setattr(agent, name, value)
+    agent.set_attributes(history)
     agent.rng.set_state(rng.get_state())
     return agent
 

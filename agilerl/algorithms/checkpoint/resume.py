@@ -22,7 +22,7 @@ from agilerl.algorithms.checkpoint.agent_attributes import (
     saved_history,
 )
 from agilerl.algorithms.checkpoint.save_and_load import restored_engine
-from agilerl.algorithms.core.llm import LLMAlgorithm
+from agilerl.algorithms.core.lora_agent import LoRAAgent
 from agilerl.checks import require
 from agilerl.distributed import ranks_of
 from agilerl.llm.checkpoint import lora_merging
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class SavedAgent:
     """A checkpoint that was read, and found to fit the agent."""
 
-    agent: LLMAlgorithm
+    agent: LoRAAgent
     path: Path
     adapters: dict[str, dict[str, torch.Tensor]]
     """Tensors by role."""
@@ -55,8 +55,7 @@ class SavedAgent:
         agent = self.agent
         for role, tensors in self.adapters.items():
             lora_merging.write_adapter(agent.policy, role, tensors)
-        for name, value in (self.settings | self.history).items():
-            setattr(agent, name, value)
+        agent.set_attributes(self.settings | self.history)
         agent.rng.set_state(self.rng.get_state())
         agent.engine.close()
         agent.engine = self.engine
@@ -65,7 +64,7 @@ class SavedAgent:
         agent.policy.set_role("actor")
 
 
-def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
+def read_saved_agent(agent: LoRAAgent, path: Path) -> SavedAgent:
     """Read a checkpoint for an agent built like the one it is of; changes nothing yet.
 
     Args:
@@ -113,7 +112,7 @@ def read_saved_agent(agent: LLMAlgorithm, path: Path) -> SavedAgent:
     )
 
 
-def _check_identity(agent: LLMAlgorithm, saved: SavedCheckpoint) -> None:
+def _check_identity(agent: LoRAAgent, saved: SavedCheckpoint) -> None:
     attributes, base = saved.attributes, agent.policy.base.fingerprint()
     pairs: dict[str, tuple[Any, Any]] = {
         "algorithm is": (attributes["algo"], agent.algo),
@@ -132,7 +131,7 @@ def _check_identity(agent: LLMAlgorithm, saved: SavedCheckpoint) -> None:
         )
 
 
-def _settings(agent: LLMAlgorithm, checkpoint: SavedCheckpoint) -> dict[str, Any]:
+def _settings(agent: LoRAAgent, checkpoint: SavedCheckpoint) -> dict[str, Any]:
     """The saved hyperparameters; says which of the agent's own have no effect."""
     saved = checkpoint.attributes["arguments"]
     own, table = encode_arguments(agent.saved_arguments()), agent.argument_table()
@@ -160,13 +159,11 @@ def _settings(agent: LLMAlgorithm, checkpoint: SavedCheckpoint) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def _having(agent: LLMAlgorithm, settings: Mapping[str, Any]) -> Iterator[None]:
+def _having(agent: LoRAAgent, settings: Mapping[str, Any]) -> Iterator[None]:
     """Within it the agent has other hyperparameters."""
-    before = {name: getattr(agent, name) for name in settings}
+    before = agent.attributes(settings)
     try:
-        for name, value in settings.items():
-            setattr(agent, name, value)
+        agent.set_attributes(settings)
         yield
     finally:
-        for name, value in before.items():
-            setattr(agent, name, value)
+        agent.set_attributes(before)

@@ -36,7 +36,7 @@ def save(agent: LoRAAgent, path: Path, *, lora_only: bool, save_optimizer: bool)
     """Write a checkpoint; all ranks together."""
     ranks, model = ranks_of(agent.accelerator), agent.policy.base.model
     state = agent.rng.get_state()
-    history = {name: getattr(agent, name) for name in ("index", *agent._history)}
+    history = agent.attributes(("index", *agent._history))
     attributes = {
         "algo": agent.algo,
         "arguments": encode_arguments(agent.saved_arguments()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -110,10 +110,18 @@ class EvolvableAlgorithm:
     @staticmethod
     def copy_attributes(agent: EvolvableAlgorithm, clone: EvolvableAlgorithm) -> EvolvableAlgorithm:
         """Copy history and hyperparameters of ``agent`` onto ``clone``, and return it."""
-        own = vars(agent)
-        vars(clone).update({name: copy.deepcopy(own[name]) for name in agent._history})
-        vars(clone).update({name: own[name] for name in agent.hp_config or ()})
+        clone.set_attributes(copy.deepcopy(agent.attributes(agent._history)))
+        clone.set_attributes(agent.attributes(agent.hp_config or ()))
         return clone
+
+    def attributes(self, names: Iterable[str]) -> dict[str, Any]:
+        """The values of some attributes, by name."""
+        own = vars(self)
+        return {name: own[name] for name in names}
+
+    def set_attributes(self, values: Mapping[str, Any]) -> None:
+        """Set some attributes, by name."""
+        vars(self).update(values)
 
     @classmethod
     def population(

@@ -56,8 +56,7 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
         super().__init__(arguments["index"], arguments["hp_config"])
         network = arguments.pop("actor_network")  # it belongs to the shared base
         del arguments["clone"]
-        for name, value in arguments.items():
-            setattr(self, name, value)
+        self.set_attributes(arguments)
         if self.accelerator is not None:
             self.device = self.accelerator.device
         # Accelerate numbers CPUs, tensors do not.
