@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils.other import ModulesToSaveWrapper
@@ -119,6 +120,23 @@ def _matches(name: str, wanted: str | list[str] | set[str]) -> bool:
 
         return re.fullmatch(wanted, name) is not None
     return any(name == suffix or name.endswith(f".{suffix}") for suffix in wanted)
+
+
+def wrap_model(model: PreTrainedModel, config: LoraConfig, slot: str) -> PeftModel:
+    """A PEFT model with a first adapter; ``unload`` gives the model back without a trace.
+
+    Where the model has gradient checkpointing on, PEFT hooks its embedding, so that the outputs
+    require gradients. Layers are recomputed in another way here, which does not need that.
+    """
+    names = ("_require_grads_hooks", "_require_grads_hook")
+    own = {name: vars(model)[name] for name in names if name in vars(model)}
+    wrapped = get_peft_model(model, config, adapter_name=slot)
+    if vars(model).get(names[0]) is not own.get(names[0]):
+        model.disable_input_require_grads()
+        for name in names:
+            vars(model).pop(name, None)
+        vars(model).update(own)
+    return cast(PeftModel, wrapped)
 
 
 def adapter_parameters(model: PeftModel, slot: str) -> dict[str, nn.Parameter]:

@@ -26,6 +26,9 @@ from agilerl.llm.config import ForwardConfig
 
 logger = logging.getLogger(__name__)
 
+_RECOMPUTING = "_agilerl_recomputing"
+"""Attribute of a layer: its forward under ``checkpoint``."""
+
 # Below this share of tokens saved, the second model call costs more than the tokens it spares.
 MIN_TOKENS_SAVED = 0.15
 
@@ -140,11 +143,17 @@ def _recomputing(layer: nn.Module) -> Callable[..., Any]:
     A compiled model guards on it: a new one per call would be compiled per call.
     """
     forward = layer.forward
-    kept = layer.__dict__.get("_agilerl_recomputing")
+    kept = layer.__dict__.get(_RECOMPUTING)
     if kept is None or kept.args[0] != forward:
         kept = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-        layer.__dict__["_agilerl_recomputing"] = kept
+        layer.__dict__[_RECOMPUTING] = kept
     return kept
+
+
+def remove_recomputation(model: nn.Module) -> None:
+    """Remove what :func:`recomputed_layers` keeps on the layers of a model."""
+    for module in model.modules():
+        module.__dict__.pop(_RECOMPUTING, None)
 
 
 def padded_tokens(batch: TrainBatch, rows: torch.Tensor, share_prefixes: bool) -> int:

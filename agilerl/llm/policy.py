@@ -54,8 +54,12 @@ class Policy:
         # The same seed gives the same adapters, whatever ran before.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            for role, config in self.lora_configs.items():
-                self.slots[role] = base.add_slot(role, config)
+            try:
+                for role, config in self.lora_configs.items():
+                    self.slots[role] = base.add_slot(role, config)
+            except BaseException:
+                self.release()
+                raise
         if "reference" in self.slots:
             self.copy_role("actor", "reference")
         self.set_role("actor")

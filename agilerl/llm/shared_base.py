@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -22,7 +22,7 @@ from agilerl.llm import adapters
 from agilerl.llm.causal_lm import check_head
 from agilerl.llm.checkpoint import base_weights
 from agilerl.llm.engine.partition_checks import check_every_layer_runs
-from agilerl.llm.forward import supports_shared_prefixes
+from agilerl.llm.forward import remove_recomputation, supports_shared_prefixes
 
 if TYPE_CHECKING:
     from agilerl.llm.engine.partitioned_base import PartitionedBase
@@ -33,33 +33,79 @@ _loaded: weakref.WeakValueDictionary[str, PreTrainedModel] = weakref.WeakValueDi
 _slot_numbers = itertools.count()
 
 
-class SharedBase:
-    """One frozen model and the adapter slots of every agent on it."""
+class _FoundState:
+    """What agents change about a model, as it was before."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model.eval()
-        self.model.requires_grad_(False)
+        self._model = model
+        self._training = [(module, module.training) for module in model.modules()]
+        self._requires_grad = [(p, p.requires_grad) for p in model.parameters()]
+
+    def restore(self) -> None:
+        for module, training in self._training:
+            module.training = training
+        for parameter, requires_grad in self._requires_grad:
+            parameter.requires_grad_(requires_grad)
+        remove_recomputation(self._model)
+
+
+class SharedBase:
+    """One frozen model and the adapter slots of every agent on it.
+
+    While there are agents the model is in evaluation mode and frozen. With the last adapter
+    removed, it is as it was found (but a partitioned one stays partitioned).
+
+    Raises:
+        ValueError: If the model makes its logits in a way that is not supported.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
         self.peft: PeftModel | None = None
+        self._found: _FoundState | None = None
         self.partition: PartitionedBase | None = None
         self._fingerprint: str | None = None
         self._active: tuple[str | None, bool] | None = None
         self._shares_prefixes: bool | None = None
         self._exclusive: str | None = None
         self._to_remove: list[str] = []
-        check_head(model)
+        with self.restored_on_error():
+            self._freeze()
+            check_head(model)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> SharedBase:
-        """The base that owns ``model``; a new one the first time."""
+        """The base that owns ``model``, which is frozen; a new one the first time."""
         base = _bases.get(id(model))
         if base is None:
             base = _bases[id(model)] = cls(model)
+        base._freeze()
         return base
 
     @staticmethod
     def known(model: PreTrainedModel) -> SharedBase | None:
         """The base that owns ``model``, if there is one already."""
         return _bases.get(id(model))
+
+    def _freeze(self) -> None:
+        if self._found is None:
+            self._found = _FoundState(self.model)
+            self.model.eval().requires_grad_(False)
+
+    def _restore(self) -> None:
+        if self._found is not None:
+            self._found.restore()
+            self._found = None
+
+    @contextlib.contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """An error within it leaves a model that has no adapters as it was found."""
+        try:
+            yield
+        except BaseException:
+            if self.peft is None:
+                self._restore()
+            raise
 
     def partition_over(
         self, ranks: Ranks, *, offload: bool = False, gather_for_generation: bool = True
@@ -125,7 +171,8 @@ class SharedBase:
             adapters.check_needs_no_weights(config, self.model)
         slot = f"{role}_{next(_slot_numbers)}"
         if self.peft is None:
-            self.peft = get_peft_model(self.model, config, adapter_name=slot)
+            self._freeze()
+            self.peft = adapters.wrap_model(self.model, config, slot)
         else:
             self.peft.add_adapter(slot, config)
         # New layers come in training mode: their dropout would part the ratio from 1.
@@ -140,7 +187,7 @@ class SharedBase:
         return slot
 
     def remove_slot(self, slot: str) -> None:
-        """Delete an adapter; with the last one the user's model is plain again."""
+        """Delete an adapter; with the last one the user's model is as it was found."""
         if self._exclusive is not None:
             # Merged layers are out of the module tree now, and would keep the adapter's tensors.
             self._to_remove.append(slot)
@@ -157,6 +204,7 @@ class SharedBase:
             self.peft.unload()
             self.peft = None
             self._active = None
+            self._restore()
 
     def activate(self, slot: str | None, trainable: bool) -> None:
         """Make one adapter the model's only one; None: the bare base."""

@@ -172,8 +172,16 @@ def test_a_model_named_by_path_is_shared(tmp_path: Path) -> None:
     assert train(one) == train(two)
 
 
+def test_arguments_that_do_not_fit_the_model_leave_it_as_it_was() -> None:
+    model = small_model().train()
+    with pytest.raises(ValueError, match="lora_target_scope 'vision'"):
+        make_agent(model=model, lora_target_scope="vision")
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_clean_up_frees_adapters_and_leaves_a_plain_model() -> None:
-    model = small_model()
+    model = small_model().train()
     ids, _ = fixed_rollouts()
     with torch.no_grad():
         expected = model(ids).logits
@@ -184,6 +192,8 @@ def test_clean_up_frees_adapters_and_leaves_a_plain_model() -> None:
     two.clean_up()
     two.clean_up()
     assert set(model.state_dict()) == names
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad for parameter in model.parameters())
     with torch.no_grad():
         assert torch.equal(model(ids).logits, expected)
     train(make_agent(model=model))

@@ -80,20 +80,18 @@ def build_policy(
     move_to_device(model, torch.device(agent.device))
     if not partitioned:
         check_same_weights(model, ranks_of(agent.accelerator))
-    base = SharedBase.of(model)  # in evaluation mode from now on
-    lora_config = resolve_lora_config(agent.lora_config, pretrained, model, agent.lora_target_scope)
-    if partitions_base(agent.accelerator) and not partitioned:
-        base.partition_over(
-            ranks_of(agent.accelerator),
-            offload=offloads_base(agent.accelerator),
-            gather_for_generation=gathers,
+    base = SharedBase.of(model)
+    with base.restored_on_error():
+        lora_config = resolve_lora_config(
+            agent.lora_config, pretrained, model, agent.lora_target_scope
         )
-    policy = Policy(
-        base,
-        adapter_configs(lora_config),
-        trained=trained,
-        seed=agent.seed,
-    )
+        if partitions_base(agent.accelerator) and not partitioned:
+            base.partition_over(
+                ranks_of(agent.accelerator),
+                offload=offloads_base(agent.accelerator),
+                gather_for_generation=gathers,
+            )
+        policy = Policy(base, adapter_configs(lora_config), trained=trained, seed=agent.seed)
     if pretrained is not None:
         saved = SavedAdapter(pretrained.config, pretrained.tensors)
         for role in [role for role in ("actor", "reference") if role in policy.slots]:
@@ -150,8 +148,8 @@ def move_to_device(model: PreTrainedModel, device: torch.device) -> None:
     (here,) = spread
     if here == device:
         return
-    base = SharedBase.of(model)
-    if base.peft is not None or base.partition is not None:
+    base = SharedBase.known(model)
+    if base is not None and (base.peft is not None or base.partition is not None):
         raise ValueError(
             f"device is {str(device)!r}, but actor_network is in use by another agent on "
             f"{str(here)!r}; pass device={str(here)!r}"
@@ -199,7 +197,8 @@ def without_peft(
 
 
 def _unwrap(network: PeftModel) -> PretrainedAdapter:
-    if SharedBase.of(network.get_base_model()).peft is not None:
+    base = SharedBase.known(network.get_base_model())
+    if base is not None and base.peft is not None:
         raise ValueError(
             "actor_network carries the adapters of living agents; pass their plain base model "
             "(agent.policy.base.model) instead, or use agent.clone()"
