@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from jinja2 import TemplateError
 
+from agilerl.checks import require
 from agilerl.typing import ReasoningPrompts
 
 if TYPE_CHECKING:
@@ -31,38 +32,38 @@ PLACEHOLDER = "{question}"
 
 
 def check_template(conversation_template: Conversation) -> None:
-    """Refuse a template that cannot be filled.
+    """Check that a template can be filled.
 
     Raises:
         TypeError: It is not a list of messages whose role and content are strings.
         ValueError: It is empty, or no content has the placeholder ``{question}``.
     """
     remedy = 'pass for example [{"role": "user", "content": "{question}"}]'
-    if isinstance(conversation_template, str) or not isinstance(conversation_template, Sequence):
-        raise TypeError(
-            "conversation_template must be a list of messages, got "
-            f"{type(conversation_template).__name__}; {remedy}"
-        )
+    require(
+        isinstance(conversation_template, Sequence) and not isinstance(conversation_template, str),
+        f"conversation_template is of type {type(conversation_template).__name__}; it must be a "
+        f"list of messages: {remedy}",
+        TypeError,
+    )
     for index, message in enumerate(conversation_template):
-        keys = ("role", "content")
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in keys
-        ):
-            raise TypeError(
-                f"conversation_template[{index}] must be a dict whose 'role' and 'content' are "
-                f"strings, got {message!r}; {remedy}"
-            )
-    if not any(PLACEHOLDER in message["content"] for message in conversation_template):
-        raise ValueError(
-            f"conversation_template has no {PLACEHOLDER} in any content, so every prompt would be "
-            f"the same, got {list(conversation_template)!r}; {remedy}"
+        require(
+            isinstance(message, Mapping)
+            and all(isinstance(message.get(key), str) for key in ("role", "content")),
+            f"conversation_template[{index}] is {message!r}; it must be a dict whose 'role' and "
+            f"'content' are strings: {remedy}",
+            TypeError,
         )
+    require(
+        any(PLACEHOLDER in message["content"] for message in conversation_template),
+        f"conversation_template has no {PLACEHOLDER} in any content, so every prompt would be the "
+        f"same, got {list(conversation_template)!r}; {remedy}",
+    )
 
 
 def fill_template(conversation_template: Conversation, question: str) -> list[dict[str, str]]:
-    """Put ``question`` where the template says ``{question}``; every other brace stays as it is.
+    """Replace ``{question}`` in the template; every other brace stays as it is.
 
-    The text that comes in is not searched again, so a question may itself contain ``{question}``.
+    The inserted text is not searched again, so a question may itself contain ``{question}``.
     """
     # str.format would take any other brace, in the template or of a set or LaTeX, for a field.
     return [
@@ -76,29 +77,28 @@ def render_conversation(
     tokenizer: PreTrainedTokenizerBase,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write a conversation as the text that the model continues.
+    """Render a conversation as the text that the model continues.
 
-    A conversation that ends with an assistant message is a started answer: it is left open. Any
-    other gets the header of a new assistant turn. Without a chat template the contents are joined
-    as they are, roles left out.
+    If the last message is the assistant's, the model continues it; otherwise the header of a new
+    assistant turn is added. Without a chat template the contents are concatenated, without roles.
 
     Args:
         conversation: The messages.
         tokenizer: Whose chat template is used.
-        template_arguments: What else the template takes, such as ``enable_thinking``.
+        template_arguments: Further arguments of the template, such as ``enable_thinking``.
 
     Raises:
         ValueError: The tokenizer's chat template refuses the conversation.
     """
     if not has_chat_template(tokenizer):
         return "".join(message["content"] for message in conversation)
-    started = conversation[-1]["role"] == "assistant"
+    continued = conversation[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in conversation],
             tokenize=False,
-            add_generation_prompt=not started,
-            continue_final_message=started,
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
             **(template_arguments or {}),
         )
     except TemplateError as exc:
@@ -111,7 +111,7 @@ def render_conversation(
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether ``tokenizer`` knows how to write a conversation."""
+    """Whether ``tokenizer`` can render a conversation."""
     return getattr(tokenizer, "chat_template", None) is not None
 
 
@@ -130,11 +130,12 @@ class PromptEncoder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, conversation_template: Conversation
     ) -> None:
-        if not callable(tokenizer) or not hasattr(tokenizer, "batch_decode"):
-            raise TypeError(
-                f"tokenizer must be a transformers tokenizer, got {type(tokenizer).__name__}; pass "
-                "the model's own, for example AutoTokenizer.from_pretrained(model_name)"
-            )
+        require(
+            callable(tokenizer) and hasattr(tokenizer, "batch_decode"),
+            f"tokenizer is of type {type(tokenizer).__name__}; it must be a transformers "
+            "tokenizer: pass the model's own, such as AutoTokenizer.from_pretrained(model_name)",
+            TypeError,
+        )
         check_template(conversation_template)
         self.tokenizer = tokenizer
         self.conversation_template = [dict(message) for message in conversation_template]
@@ -143,9 +144,7 @@ class PromptEncoder:
                 "The tokenizer has no chat template: prompts are the contents of "
                 "conversation_template concatenated as they are, its roles have no effect."
             )
-        self.render(
-            "?"
-        )  # A chat template that refuses the roles says so now, not at the first batch.
+        self.render("?")  # A chat template that refuses the roles fails here, not in training.
 
     def render(self, question: str) -> str:
         """The prompt for ``question`` as text."""
@@ -172,11 +171,11 @@ class PromptEncoder:
         texts = [self.render(question) for question in questions]
         prompts: list[ReasoningPrompts] = []
         for text, ids, question in zip(texts, self.tokenize(texts), questions, strict=True):
-            if not ids:
-                raise ValueError(
-                    f"question {question!r} gives a prompt without any token; drop it from the "
-                    "dataset or add text around {question} in conversation_template"
-                )
+            require(
+                bool(ids),
+                f"question {question!r} gives a prompt without any token; drop it from the "
+                "dataset or add text around {question} in conversation_template",
+            )
             input_ids = torch.tensor([ids], dtype=torch.long)
             prompts.append(
                 ReasoningPrompts(

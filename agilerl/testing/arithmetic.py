@@ -8,6 +8,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from agilerl.checks import InstanceOf, require
+
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -34,12 +36,11 @@ def calculator(expression: str) -> int | float:
         ValueError: It is something else than arithmetic, too long, or has no finite real value.
         ZeroDivisionError: It divides by zero.
     """
-    if not isinstance(expression, str):
-        raise TypeError(f"expression must be text, got {expression!r}")
-    if len(expression) > _LONGEST:
-        raise ValueError(
-            f"expression has {len(expression)} characters; at most {_LONGEST} are read"
-        )
+    InstanceOf(str, "text", optional=False)("expression", expression)
+    require(
+        len(expression) <= _LONGEST,
+        f"expression has {len(expression)} characters; at most {_LONGEST} are read",
+    )
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, MemoryError, RecursionError) as error:
@@ -63,15 +64,13 @@ def _value(node: ast.AST) -> int | float:
 
 def _check_power(base: int | float, exponent: int | float) -> None:
     """Before it is computed: an integer power may have any number of digits."""
-    if base and abs(exponent * math.log10(abs(base))) > math.log10(_LARGEST):
-        raise ValueError(f"{base}**{exponent} is beyond what is computed here")
+    digits = abs(exponent * math.log10(abs(base))) if base else 0
+    require(digits <= math.log10(_LARGEST), f"{base}**{exponent} is beyond what is computed here")
 
 
 def _checked(value: Any) -> int | float:
-    if isinstance(value, complex):
-        raise ValueError("the result is not a real number")
+    require(not isinstance(value, complex), "the result is not a real number")
     # No NaN is <= anything.
-    if not abs(value) <= _LARGEST:
-        raise ValueError("a number on the way is beyond 1e300")
+    require(abs(value) <= _LARGEST, "a number on the way is beyond 1e300")
     number: int | float = value
     return number

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from agilerl.checks import OneOf
+
 BUNDLED_MODELS = {
     "spell_backward": "tiny-qwen2-spell-backward",
     "guess_the_number": "tiny-qwen2-guess-the-number",
@@ -14,7 +16,7 @@ BUNDLED_MODELS = {
 
 
 def bundled_model_path(task: str = "spell_backward") -> Path:
-    """Return a bundled model's folder, fit for ``from_pretrained`` and for ``model_name``.
+    """Return a bundled model's folder, for ``from_pretrained`` or ``model_name``.
 
     Args:
         task: What the model was warmed up on, ``"spell_backward"`` or ``"guess_the_number"``.
@@ -22,10 +24,7 @@ def bundled_model_path(task: str = "spell_backward") -> Path:
     Raises:
         ValueError: There is no model for the task.
     """
-    if task not in BUNDLED_MODELS:
-        raise ValueError(
-            f"task must be one of {', '.join(map(repr, BUNDLED_MODELS))}, got {task!r}"
-        )
+    OneOf(tuple(BUNDLED_MODELS))("task", task)
     return Path(__file__).parent / "models" / BUNDLED_MODELS[task]
 
 

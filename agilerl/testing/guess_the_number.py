@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from agilerl.checks import COUNT, Number
 from agilerl.testing.tokenizer import TURN_END_TOKEN, TURN_START_TOKEN
 
 if TYPE_CHECKING:
@@ -79,13 +80,9 @@ def guess_the_number_env(
         ValueError: An argument is out of range.
         ImportError: GEM is not installed.
     """
-    if not 1 <= min_number < max_number:
-        raise ValueError(
-            "min_number must be 1 or more and below max_number, got "
-            f"min_number={min_number}, max_number={max_number}"
-        )
-    if max_turns < 1:
-        raise ValueError(f"max_turns must be 1 or more, got {max_turns}")
+    COUNT("min_number", min_number)
+    Number(min_number + 1, integer=True)("max_number", max_number)
+    COUNT("max_turns", max_turns)
     try:
         from gem.envs.game_env.guess_the_number import GuessTheNumberEnv
     except ImportError as error:
@@ -175,8 +172,7 @@ def mixed_player(
     Raises:
         ValueError: ``heed`` is no probability.
     """
-    if not 0.0 <= heed <= 1.0:
-        raise ValueError(f"heed must be between 0 and 1, got {heed}")
+    Number(0, 1)("heed", heed)
 
     def guess(observations: Sequence[str]) -> int:
         if len(observations) == 1:

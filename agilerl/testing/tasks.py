@@ -11,6 +11,8 @@ from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from agilerl.checks import Number
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -123,6 +125,4 @@ def _available() -> dict[bool, int]:
 def _check_sizes(wanted: dict[bool, int]) -> None:
     available = _available()
     for side, size in wanted.items():
-        name = "test_size" if side else "train_size"
-        if not 0 <= size <= available[side]:
-            raise ValueError(f"{name} must be between 0 and {available[side]} words, got {size}")
+        Number(0, available[side], integer=True)("test_size" if side else "train_size", size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
+from agilerl.checks import COUNT, Number, require
 from agilerl.testing.tokenizer import PAD_TOKEN_ID, TURN_END_TOKEN_ID, VOCAB_SIZE
 
 
@@ -50,8 +51,19 @@ def tiny_model(  # noqa: PLR0913  a test changes one of them
     """
     if intermediate_size is None:
         intermediate_size = 2 * hidden_size
-    _check_sizes(vocab_size, hidden_size, heads, key_value_heads)
-    _check_positive(layers=layers, intermediate_size=intermediate_size)
+    Number(VOCAB_SIZE, integer=True)("vocab_size", vocab_size)
+    sizes = {"hidden_size": hidden_size, "layers": layers, "heads": heads}
+    sizes |= {"key_value_heads": key_value_heads, "intermediate_size": intermediate_size}
+    for name, size in sizes.items():
+        COUNT(name, size)
+    require(
+        heads % key_value_heads == 0,
+        f"heads is {heads}; it must be a multiple of {key_value_heads=}",
+    )
+    require(
+        hidden_size % (2 * heads) == 0,
+        f"hidden_size is {hidden_size}; it must be a multiple of 2 * heads = {2 * heads}",
+    )
     config = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -73,23 +85,3 @@ def tiny_model(  # noqa: PLR0913  a test changes one of them
         eos_token_id=TURN_END_TOKEN_ID, pad_token_id=PAD_TOKEN_ID
     )
     return model.to(dtype=dtype).eval()
-
-
-def _check_sizes(vocab_size: int, hidden_size: int, heads: int, key_value_heads: int) -> None:
-    if vocab_size < VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size must be at least {VOCAB_SIZE}, as byte_tokenizer() has, got {vocab_size}"
-        )
-    _check_positive(heads=heads, key_value_heads=key_value_heads)
-    if heads % key_value_heads:
-        raise ValueError(f"heads must be a multiple of {key_value_heads=}, got {heads}")
-    if hidden_size < 1 or hidden_size % (2 * heads):
-        raise ValueError(
-            f"hidden_size must be a multiple of 2 * heads = {2 * heads}, got {hidden_size}"
-        )
-
-
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be 1 or more, got {size}")

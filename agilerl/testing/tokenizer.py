@@ -9,6 +9,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
+from agilerl.checks import COUNT, Number
+
 PAD_TOKEN = "<|pad|>"
 TURN_START_TOKEN = "<|im_start|>"
 TURN_END_TOKEN = "<|im_end|>"
@@ -78,8 +80,7 @@ def trained_tokenizer(
             ``model_max_length`` is below 1.
     """
     least = VOCAB_SIZE + len(sentences)
-    if vocab_size < least:
-        raise ValueError(f"vocab_size must be {least} or more, got {vocab_size}")
+    Number(least, integer=True)("vocab_size", vocab_size)
     core = Tokenizer(models.BPE())
     # Whatever splits a saved tokenizer says, AutoTokenizer puts these in for a Qwen2 model.
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -102,8 +103,7 @@ def trained_tokenizer(
 
 def _chat_tokenizer(core: Tokenizer, model_max_length: int) -> PreTrainedTokenizerFast:
     """Add what both tokenizers share: byte decoder, special tokens, chat template, padding."""
-    if model_max_length < 1:
-        raise ValueError(f"model_max_length must be 1 or more, got {model_max_length}")
+    COUNT("model_max_length", model_max_length)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(

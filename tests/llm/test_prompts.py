@@ -104,10 +104,10 @@ def test_no_questions_give_no_prompts(tokenizer: PreTrainedTokenizerFast) -> Non
 @pytest.mark.parametrize(
     ("template", "error", "match"),
     [
-        ("Q: {question}", TypeError, "conversation_template must be a list of messages, got str"),
-        (None, TypeError, "got NoneType"),
-        ({"role": "user", "content": "{question}"}, TypeError, "got dict"),
-        (["{question}"], TypeError, r"conversation_template\[0\] must be a dict"),
+        ("Q: {question}", TypeError, "conversation_template is of type str; it must be a list"),
+        (None, TypeError, "of type NoneType"),
+        ({"role": "user", "content": "{question}"}, TypeError, "of type dict"),
+        (["{question}"], TypeError, r"conversation_template\[0\] is .*must be a dict"),
         ([{"role": "user"}], TypeError, "'role' and 'content'"),
         ([{"role": "user", "content": [{"text": "{question}"}]}], TypeError, "are strings"),
         ([], ValueError, "has no {question}"),
@@ -122,7 +122,7 @@ def test_bad_templates(template: object, error: type[Exception], match: str) -> 
 
 @pytest.mark.parametrize("tokenizer", [None, "Qwen/Qwen2.5-0.5B", len])
 def test_bad_tokenizers(tokenizer: object) -> None:
-    with pytest.raises(TypeError, match=r"tokenizer must be .* AutoTokenizer"):
+    with pytest.raises(TypeError, match=r"tokenizer is of type .* AutoTokenizer"):
         PromptEncoder(tokenizer, TEMPLATE)  # type: ignore[arg-type]
 
 

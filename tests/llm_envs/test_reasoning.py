@@ -530,7 +530,7 @@ def test_answers_of_any_kind_have_a_fingerprint() -> None:
             TypeError,
             "train_dataset row 1: question must be a string, got None",
         ),
-        ({"tokenizer": None}, TypeError, "tokenizer must be"),
+        ({"tokenizer": None}, TypeError, "tokenizer is of type NoneType"),
         ({"reward_fn": 1.0}, TypeError, "reward_fn is 1.0; pass a function"),
         ({"reward_fn": lambda completion, answer: 0.0}, TypeError, "three arguments"),
         ({"conversation_template": []}, ValueError, "has no {question}"),

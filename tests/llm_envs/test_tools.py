@@ -424,7 +424,7 @@ def test_calculator(expression: str, value: float) -> None:
         ("1\x00", ValueError, "cannot read"),
         ("(" * 240 + "1" + ")" * 240, ValueError, "cannot read"),
         ("1" * 501, ValueError, "501 characters"),
-        (5, TypeError, "expression must be text, got 5"),
+        (5, TypeError, "expression is 5; it must be text"),
     ],
 )
 def test_calculator_refuses(expression: Any, error: type[Exception], match: str) -> None:

@@ -42,7 +42,7 @@ def test_the_folder_is_small() -> None:
 
 
 def test_an_unknown_task_is_refused() -> None:
-    message = "task must be one of 'spell_backward', 'guess_the_number', got 'chess'"
+    message = "task is 'chess'; it must be one of 'spell_backward', 'guess_the_number'"
     for call in (bundled_model_path, load_bundled_model):
         with pytest.raises(ValueError, match=message):
             call("chess")

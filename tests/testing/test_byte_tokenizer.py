@@ -79,5 +79,5 @@ def test_a_saved_tokenizer_is_the_same(tmp_path: Path) -> None:
 
 
 def test_a_length_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="model_max_length must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="model_max_length is 0; it must be at least 1"):
         byte_tokenizer(model_max_length=0)

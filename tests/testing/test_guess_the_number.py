@@ -40,9 +40,9 @@ def test_the_environment_is_gems_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 6, 3), "min_number=0"),
-        ((6, 6, 3), "max_number=6"),
-        ((1, 6, 0), "max_turns must be 1 or more, got 0"),
+        ((0, 6, 3), "min_number is 0; it must be at least 1"),
+        ((6, 6, 3), "max_number is 6; it must be at least 7"),
+        ((1, 6, 0), "max_turns is 0; it must be at least 1"),
     ],
 )
 def test_sizes_out_of_range_are_refused(arguments: tuple[int, int, int], message: str) -> None:
@@ -118,7 +118,7 @@ def test_players_heed_the_hints_as_often_as_asked() -> None:
     openings = [sometimes(hints()) for _ in range(2000)]
     assert set(openings) == {1, 2, 3, 4, 5, 6}
     assert (openings.count(3) + openings.count(4)) / 2000 == pytest.approx(0.93, abs=0.03)
-    with pytest.raises(ValueError, match=r"heed must be between 0 and 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"heed is 1\.5; it must be at least 0 and at most 1"):
         mixed_player(1.5, rng)
 
 

@@ -60,8 +60,8 @@ def test_an_empty_side_keeps_its_columns() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((-1, 5), "train_size must be between 0 and .* got -1"),
-        ((5, 8000), "test_size must be between 0 and .* got 8000"),
+        ((-1, 5), "train_size is -1; it must be at least 0"),
+        ((5, 8000), "test_size is 8000; it must be .* at most"),
     ],
 )
 def test_sizes_beyond_the_words_are_refused(sizes: tuple[int, int], message: str) -> None:

@@ -55,12 +55,12 @@ def test_sizes_and_dtype_are_as_asked() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"vocab_size": 259}, "vocab_size must be at least 260.* got 259"),
-        ({"layers": 0}, "layers must be 1 or more, got 0"),
-        ({"heads": 3, "hidden_size": 60}, "heads must be a multiple of key_value_heads=2, got 3"),
-        ({"hidden_size": 60}, "hidden_size must be a multiple of 2 \\* heads = 8, got 60"),
-        ({"hidden_size": 0}, "hidden_size must be a multiple of 2 \\* heads = 8, got 0"),
-        ({"intermediate_size": 0}, "intermediate_size must be 1 or more, got 0"),
+        ({"vocab_size": 259}, "vocab_size is 259; it must be at least 260"),
+        ({"layers": 0}, "layers is 0; it must be at least 1"),
+        ({"heads": 3, "hidden_size": 60}, "heads is 3; it must be a multiple of key_value_heads=2"),
+        ({"hidden_size": 60}, "hidden_size is 60; it must be a multiple of 2 \\* heads = 8"),
+        ({"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
+        ({"intermediate_size": 0}, "intermediate_size is 0; it must be at least 1"),
     ],
 )
 def test_sizes_that_make_no_model_are_refused(sizes: dict[str, Any], message: str) -> None:

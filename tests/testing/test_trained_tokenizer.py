@@ -38,7 +38,7 @@ def test_the_same_texts_give_the_same_tokenizer() -> None:
 
 
 def test_a_vocabulary_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="vocab_size must be 261 or more, got 260"):
+    with pytest.raises(ValueError, match="vocab_size is 260; it must be at least 261"):
         trained_tokenizer(TEXTS, 260, sentences=[SENTENCE])
-    with pytest.raises(ValueError, match="model_max_length must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="model_max_length is 0; it must be at least 1"):
         trained_tokenizer(TEXTS, model_max_length=0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from agilerl.checks import require
 from agilerl.llm.batch import stack_rows
 from agilerl.llm.generation import Completions
 from agilerl.typing import ActionResult, ReasoningPrompts
@@ -19,13 +20,15 @@ def unpadded_prompts(obs: Sequence[ReasoningPrompts] | ReasoningPrompts) -> list
         TypeError: If a prompt is no dict with ``input_ids`` and ``attention_mask`` tensors.
         ValueError: If there is no prompt, or a dict does not hold exactly one.
     """
-    if isinstance(obs, str) or not isinstance(obs, Mapping | Sequence):
-        raise TypeError(f"obs is of type {type(obs).__name__}; it must be a list of prompt dicts")
+    require(
+        isinstance(obs, Mapping | Sequence) and not isinstance(obs, str),
+        f"obs is of type {type(obs).__name__}; it must be a list of prompt dicts",
+        TypeError,
+    )
     prompts = [
         _unpadded(i, prompt) for i, prompt in enumerate([obs] if isinstance(obs, Mapping) else obs)
     ]
-    if not prompts:
-        raise ValueError("obs is empty; it must hold at least one prompt")
+    require(bool(prompts), "obs is empty; it must hold at least one prompt")
     return prompts
 
 
@@ -39,11 +42,11 @@ def _unpadded(index: int, prompt: Any) -> torch.Tensor:
             f"{names[1]!r} of shape (1, P), as tokenizer(text, return_tensors='pt') gives"
         )
     ids, mask = (prompt[name] for name in names)
-    if ids.shape != mask.shape or ids.numel() != ids.shape[-1]:
-        raise ValueError(
-            f"obs[{index}] has input_ids of shape {tuple(ids.shape)} and attention_mask of shape "
-            f"{tuple(mask.shape)}; both must be (1, P), one prompt per dict"
-        )
+    require(
+        ids.shape == mask.shape and ids.numel() == ids.shape[-1],
+        f"obs[{index}] has input_ids of shape {tuple(ids.shape)} and attention_mask of shape "
+        f"{tuple(mask.shape)}; both must be (1, P), one prompt per dict",
+    )
     return ids.reshape(-1)[mask.reshape(-1).bool()].cpu().long()
 
 
