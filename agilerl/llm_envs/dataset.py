@@ -76,7 +76,7 @@ class PromptDataset:
     def fingerprint(self) -> str:
         """A digest of questions, answers and what makes prompts of them.
 
-        Of the templates rather than of rendered prompts, into which some write the date.
+        The templates are used instead of rendered prompts, as some templates print the date.
         """
         tokenizer = self._encoder.tokenizer
         chat_template = tokenizer.chat_template if has_chat_template(tokenizer) else None
@@ -94,7 +94,7 @@ class PromptDataset:
         )
         if len(kept) < len(lengths):
             logger.warning(
-                "%s: left out %d of %d rows, their prompts (template included) are longer than "
+                "%s: dropped %d of %d rows, their prompts (template included) are longer than "
                 "max_context_length=%d tokens.",
                 *(name, len(lengths) - len(kept), len(lengths), max_context_length),
             )
@@ -109,16 +109,16 @@ class TrainingBatchSampler:
     torch's samplers are iterated; this one stays at a batch until :meth:`advance`, so that its
     state names the first batch that is not trained on yet.
 
-    With several processes a batch is ``batch_size`` rows for each, dealt out in turn; every row
-    occurs once in an epoch. The last batch of an epoch may be short, but never so short that a
-    process has nothing to do: a rest of fewer rows than processes joins the batch before.
+    With several processes a batch has ``batch_size`` rows for each, assigned round-robin; every row
+    occurs once in an epoch. The last batch of an epoch may be short, but has a row for every
+    process: fewer remaining rows than processes are added to the batch before.
 
     Args:
         rows: Rows of the training split.
         batch_size: Rows per batch and process.
         seed: 0 or more.
-        rank: Which share this process takes.
-        num_replicas: Number of shares.
+        rank: This process.
+        num_replicas: Number of processes.
 
     Raises:
         ValueError: Fewer rows than processes.
@@ -167,7 +167,7 @@ class TrainingBatchSampler:
         """Take the seed and the position of ``state``.
 
         Raises:
-            ValueError: ``state`` is none of ours, or of another number of rows.
+            ValueError: Not a state of this class, or of another number of rows.
         """
         expected = sorted(self.state_dict())
         require(
@@ -177,8 +177,8 @@ class TrainingBatchSampler:
         )
         require(
             state["rows"] == self.rows,
-            f"state was saved with rows={state['rows']}, this environment has {self.rows}, so its "
-            "position means other rows here; resume with the same train_dataset and "
+            f"state was saved with rows={state['rows']}, this environment has {self.rows}, so the "
+            "same position has other rows here; resume with the same train_dataset and "
             "max_context_length",
         )
         self.seed, self.epoch, self.offset = state["seed"], state["epoch"], state["offset"]
@@ -197,7 +197,7 @@ def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[n
 def fingerprint(rows: Iterable[Any]) -> str:
     """Digest of rows in their order, 16 hexadecimal digits; the same in every process.
 
-    Of values that are neither JSON nor arrays, such as images, only the class counts.
+    Values that are neither JSON nor arrays, such as images, count by their class only.
     """
     digest = hashlib.sha256()
     for row in rows:

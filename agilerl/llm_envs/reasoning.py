@@ -1,4 +1,4 @@
-"""The single-turn environment: questions from a dataset, one completion each, a reward function."""
+"""The single-turn environment: dataset questions as prompts, completions scored by a function."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ class ReasoningGym:
         env.evaluate(lambda prompts: agent.get_action(prompts, training=False)).rewards  # (rows,)
 
     Args:
-        train_dataset: Rows with the columns ``question`` (str) and ``answer`` (given to
-            ``reward_fn`` as it is; it never enters a prompt).
+        train_dataset: Rows with the columns ``question`` (str) and ``answer`` (passed to
+            ``reward_fn`` unchanged; never part of a prompt).
         test_dataset: The held-out rows, same columns.
         tokenizer: The model's tokenizer. Without a chat template the contents of the conversation
             are concatenated.
         reward_fn: ``reward_fn(completion, answer, question)``, plain or async, returns one finite
             number. Called by position, in several threads at a time.
         conversation_template: Messages ``{"role": ..., "content": ...}``; ``{question}`` in them
-            is replaced, other braces stay. A last message of the assistant is continued.
-        data_batch_size_per_gpu: Prompts per training batch (of each process).
+            is replaced, other braces stay. If the last message is the assistant's, it is continued.
+        data_batch_size_per_gpu: Prompts per training batch and process.
         accelerator: With several processes, each gets its own share of every batch and of the test
-            rows; no row is left out or given twice.
-        return_raw_completions: Makes ``step`` return the completions' texts as a third element.
-        max_context_length: Rows whose prompt has more tokens are left out; None keeps all.
-        seed: Of the training order, 0 or more.
+            rows; no row is dropped or repeated.
+        return_raw_completions: Whether ``step`` returns the texts of the completions too.
+        max_context_length: Rows whose prompt has more tokens are dropped; None keeps all.
+        seed: Seed of the training order, 0 or more.
         reward_timeout: Seconds that one call of ``reward_fn`` may take.
         failure_reward: Reward of a completion whose call raises or runs out of time; None raises
             ``RewardError`` with the completion shown.
-        reward_workers: Calls of ``reward_fn`` at the same time, at most.
+        reward_workers: Largest number of ``reward_fn`` calls at the same time.
         eval_batch_size: Prompts per test batch; None: 64 or, if more, ``data_batch_size_per_gpu``.
 
     Raises:
@@ -116,7 +116,7 @@ class ReasoningGym:
         self.last_answers: list[Any] = []
 
     def __len__(self) -> int:
-        """Training rows, of all processes, without those left out as too long."""
+        """Training rows of all processes, without those dropped as too long."""
         return len(self._train)
 
     @property
@@ -147,16 +147,16 @@ class ReasoningGym:
         return self._train.lengths() + self._test.lengths()
 
     def fingerprint(self) -> str:
-        """Tells these data from others: digests of the training and of the test split.
+        """Digests of the training and of the test split: questions, answers and templates.
 
-        Of questions, answers and templates; rows left out as too long do not count.
+        Rows dropped as too long are not part of it.
         """
         return f"{self._train.fingerprint()}-{self._test.fingerprint()}"
 
     def reset(self, reset_dataloaders: bool = False) -> list[ReasoningPrompts]:
-        """Hand out the training batch that waits; in ``eval_mode`` the first test batch.
+        """Hand out the present training batch; in ``eval_mode`` the first test batch.
 
-        Only ``step`` goes on to the next batch: one that is not scored yet is handed out again.
+        Only ``step`` moves to the next batch: one that is not scored yet is handed out again.
 
         Args:
             reset_dataloaders: Go back to the first training batch of the first epoch.
@@ -243,9 +243,9 @@ class ReasoningGym:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Walk the test rows inside; afterwards training is exactly where it was.
+        """``reset`` and ``step`` go through the test rows inside it.
 
-        The training batch that waited for its completions waits for them again.
+        Afterwards training is exactly where it was: a batch that was handed out can be stepped.
         """
         outside = self._current, self._test_offset
         self._current, self._test_offset = None, 0
@@ -255,14 +255,14 @@ class ReasoningGym:
             self._current, self._test_offset = outside
 
     def state_dict(self) -> dict[str, Any]:
-        """The training position, JSON-compatible: the first batch that is not scored yet."""
+        """The training position: the first batch that is not scored yet. JSON-compatible."""
         return self._sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved training position; ``reset`` then hands out the batch that waited there.
+        """Go to a saved training position; ``reset`` then hands out the batch there.
 
         Raises:
-            RuntimeError: Inside ``eval_mode``, which would undo it.
+            RuntimeError: Inside ``eval_mode``, which restores the position when it ends.
             ValueError: ``state`` was saved with other training rows.
         """
         require(

@@ -30,7 +30,7 @@ class RewardPool:
             finite number. It runs in threads: several calls at the same time.
         reward_timeout: Seconds that one call may take, counted from its own start.
         failure_reward: The reward of a completion whose call raises or runs out of time. None
-            raises :class:`RewardError` instead. It never stands in for a wrong return value.
+            raises :class:`RewardError` instead. A wrong return value always raises.
         reward_workers: Largest number of calls at the same time.
 
     Raises:
@@ -124,4 +124,4 @@ def _check_reward_fn(reward_fn: Any) -> None:
             f"reward_fn cannot be called with three arguments ({exc}); {remedy}"
         ) from exc
     except ValueError:
-        pass  # Some builtins have no signature; the first call will tell.
+        pass  # Some builtins have no signature; the first call will show.

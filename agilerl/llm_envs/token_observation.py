@@ -10,8 +10,9 @@ import torch
 
 from agilerl.checks import COUNT, OPTIONAL_COUNT, InstanceOf, Number, finite_number, require
 from agilerl.llm_envs.completions import check_completion
+from agilerl.llm_envs.episode_batch import unpacked
 from agilerl.llm_envs.episode_tokens import EpisodeTokens, Segment
-from agilerl.llm_envs.episodes import evaluate_episodes, unpacked
+from agilerl.llm_envs.episodes import evaluate_episodes
 from agilerl.llm_envs.turn_boundary import TurnBoundary
 from agilerl.typing import Act, Evaluation, ReasoningPrompts, TextEnv
 
@@ -32,9 +33,9 @@ class TokenObservationWrapper:
             done = terminated or truncated
         token_ids, action_mask, turn_ids, turn_rewards = env.get_episode_data()
 
-    ``info["prefix"]`` and ``info["suffix"]``, if the environment gives them, are put directly
-    around its observation. When an episode is cut off, ``info["truncation_reason"]`` says why:
-    ``"max_turns"``, ``"max_model_len"``, or ``"environment"``.
+    ``info["prefix"]`` and ``info["suffix"]``, if present, are added directly before and after the
+    observation. ``info["truncation_reason"]`` of a truncated episode is ``"max_turns"``,
+    ``"max_model_len"``, or ``"environment"``.
 
     Args:
         env: A text environment: ``reset(seed) -> (str, info)`` (the seed is optional) and
@@ -210,7 +211,7 @@ class TokenObservationWrapper:
             close()
 
     def _continue(self, tokens: EpisodeTokens, action: list[int], observation: str) -> str | None:
-        """Append the environment's answer; or say why the episode cannot go on."""
+        """Append the next observation, or return the reason why the episode is truncated."""
         if len(self._rewards) >= self.max_turns:
             return "max_turns"
         text, ids = self._boundary.follow(action, observation)

@@ -75,7 +75,7 @@ class ToolEnv:
         failure_reward: Reward of a reply for which ``reward_fn`` raises or runs out of time; None
             raises ``RewardError``.
         test_tasks: As ``tasks``, for evaluation: the seeds from ``EVALUATION_SEED_START`` on. None:
-            ``tasks`` are evaluated on too, which a function can keep apart by the seed.
+            evaluation is on ``tasks`` too; a function can tell the two apart by the seed.
         reasoning_end: Tag that ends the reasoning; only text after the last one counts. None:
             replies have no reasoning.
         reasoning_start: Tag that begins it; a reply with neither tag has no reasoning. None: the

@@ -15,7 +15,8 @@ import torch
 
 from agilerl.checks import COUNT, OPTIONAL_COUNT, Number, finite_number, require
 from agilerl.llm_envs.completions import checked_answers
-from agilerl.llm_envs.episodes import Episode, EpisodeBatch, Episodes, episode_data, stack_episodes
+from agilerl.llm_envs.episode_batch import Episode, EpisodeBatch, episode_data
+from agilerl.llm_envs.episodes import Episodes, stack_episodes
 from agilerl.llm_envs.pool import EnvironmentPool
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
@@ -31,7 +32,7 @@ class EnvironmentFailure(RuntimeError):
 
 
 class SyncMultiTurnVecEnv:
-    """Plays ``batch_size`` × ``group_size`` episodes at a time; members of a group share a seed.
+    """Plays ``batch_size`` × ``group_size`` episodes at a time; those of a group share a seed.
 
     ::
 
@@ -43,10 +44,10 @@ class SyncMultiTurnVecEnv:
         episodes = env.episodes()
 
     Environments are made when first needed and kept. Each is used by one thread at a time, but not
-    always the same. If its ``reset`` or ``step`` raises, returns something else than it must or
-    runs out of time, the episode ends with ``error_reward`` and the environment is replaced for the
-    next batch; it is closed in the background, unless the call that ran out of time is still
-    running. When more than half of a batch has failed, the rest is cancelled.
+    always the same. If its ``reset`` or ``step`` raises, times out or returns something wrong, the
+    episode ends with ``error_reward`` and the environment is replaced for the next batch; it is
+    closed in the background, unless the call that timed out is still running. Once more than half
+    of a batch has failed, the rest is cancelled.
 
     Args:
         env_factory: Makes an environment that follows ``agilerl.typing.MultiTurnEnv``, such as a
@@ -61,8 +62,8 @@ class SyncMultiTurnVecEnv:
         step_timeout: Seconds that making, resetting or stepping one environment may take.
         error_reward: Reward of the turn in which an environment failed.
         evaluation_episodes: Episodes per :meth:`evaluate`, over all processes.
-        process_index: Which share of them this process plays.
-        num_processes: Number of shares.
+        process_index: This process, which plays its share of them.
+        num_processes: Number of processes.
         reset_workers: Environments that reset at the same time. Many seed and draw from the global
             ``random``, and two at once would interfere; raise it for slow ones that do not.
 
@@ -109,7 +110,7 @@ class SyncMultiTurnVecEnv:
         )
         self._pool = EnvironmentPool(env_factory, env_config, executor)
         self.failures = 0
-        """Episodes so far that an environment's exception or time-out ended."""
+        """Episodes so far that ended with an exception or timeout of their environment."""
         self.timeouts = 0
         """Those of them that ran out of time."""
         self._batch: EpisodeBatch | None = None
@@ -143,7 +144,7 @@ class SyncMultiTurnVecEnv:
         completion_ids: Sequence[torch.Tensor],
         sampling_logps: Sequence[torch.Tensor | None] | None = None,
     ) -> list[ReasoningPrompts]:
-        """Give the answers to the environments.
+        """Step the environments with the answers.
 
         Args:
             completion_ids: One ``(1, T)`` tensor per prompt handed out last, in their order.
@@ -157,7 +158,7 @@ class SyncMultiTurnVecEnv:
             RuntimeError: No prompts are waiting: ``reset`` comes first.
             TypeError: Something else than tensors of ids.
             ValueError: Answers that do not belong to the prompts, or longer than ``max_model_len``
-                of the environment. The prompts then go on waiting.
+                of the environment. ``step`` may then be called again.
         """
         batch = self._batch
         if batch is None or not batch.waiting():
@@ -194,7 +195,7 @@ class SyncMultiTurnVecEnv:
         """
         if self._batch is None or self._batch.waiting():
             raise RuntimeError("the episodes are not over; call step until it returns no prompts")
-        return self._stack([self._batch])
+        return stack_episodes([self._batch], self.max_turns)
 
     def play(self, act: Act, seeds: Sequence[int]) -> Episodes:
         """Play one batch.
@@ -203,7 +204,7 @@ class SyncMultiTurnVecEnv:
             act: Answers prompts once each.
             seeds: As for :meth:`reset`; it raises what :meth:`reset` and :meth:`step` raise.
         """
-        self._finish(act, self.reset(seeds))
+        self._play_out(act, self.reset(seeds))
         return self.episodes()
 
     def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
@@ -233,10 +234,10 @@ class SyncMultiTurnVecEnv:
         # Batches of equal size: in one of few episodes, few failures would be more than half.
         ends = [len(seeds) * i // count for i in range(count + 1)]
         batches = [
-            self._finish(act, self._begin(seeds[start:end])) for start, end in pairwise(ends)
+            self._play_out(act, self._begin(seeds[start:end])) for start, end in pairwise(ends)
         ]
         self._batch = None
-        return self._stack(batches)
+        return stack_episodes(batches, self.max_turns)
 
     def made_environments(self) -> list[int]:
         """Indices of the environments made so far, for :meth:`make_environments`."""
@@ -267,11 +268,7 @@ class SyncMultiTurnVecEnv:
                 self._call(batch, resets, Episode.start, self._reset_workers)
         return self._hand_out(batch)
 
-    def _finish(
-        self,
-        act: Act,
-        prompts: list[ReasoningPrompts],
-    ) -> EpisodeBatch:
+    def _play_out(self, act: Act, prompts: list[ReasoningPrompts]) -> EpisodeBatch:
         while prompts:
             result = act(prompts)
             prompts = self.step(result.completion_ids, result.sampling_logps)
@@ -330,11 +327,3 @@ class SyncMultiTurnVecEnv:
         batch.handed_out = time.perf_counter()
         self._batch = batch
         return prompts
-
-    def _stack(self, batches: Sequence[EpisodeBatch]) -> Episodes:
-        return stack_episodes(
-            [episode for batch in batches for episode in batch.episodes],
-            self.max_turns,
-            sum(batch.generation_seconds for batch in batches),
-            sum(batch.environment_seconds for batch in batches),
-        )

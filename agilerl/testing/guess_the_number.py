@@ -95,7 +95,7 @@ def guess_the_number_env(
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Give Python's and numpy's global random numbers back as they were, whatever GEM does."""
+    """Restore Python's and numpy's global random states afterwards; GEM seeds both."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         yield
@@ -160,7 +160,7 @@ def mixed_player(
     """Make a player who heeds the hints at some guesses and not at others.
 
     A guess that heeds them is drawn from the numbers they leave, one nearer the middle more often.
-    Any other guess is careless: the largest number, said before or not. The first guess, without
+    Any other guess is careless: the largest number, repeated or not. The first guess, without
     hints, is in the middle of the range, but for a few times when it is any number.
 
     Args:
@@ -188,7 +188,7 @@ def mixed_player(
 
 
 def random_player(rng: random.Random, low: int = MIN_NUMBER, high: int = MAX_NUMBER) -> Player:
-    """Make a player who draws every guess from the whole range, said before or not."""
+    """Make a player who draws every guess from the whole range, repetitions included."""
     return lambda observations: rng.randint(low, high)
 
 

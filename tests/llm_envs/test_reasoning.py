@@ -448,8 +448,8 @@ def test_long_prompts_are_left_out_with_their_count(
     assert sorted(zip(env.questions, env.answers, strict=True)) == [("x", "1"), ("xx", "2")]
     with env.eval_mode():
         assert len(env.reset()) == 2
-    assert "train_dataset: left out 2 of 4 rows" in caplog.text
-    assert "test_dataset: left out 1 of 3 rows" in caplog.text
+    assert "train_dataset: dropped 2 of 4 rows" in caplog.text
+    assert "test_dataset: dropped 1 of 3 rows" in caplog.text
 
 
 def test_nothing_is_said_when_all_prompts_fit(
