@@ -89,7 +89,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         min_output_tokens: No end of sequence before this many tokens.
         max_model_len: Longest row of prompt and completion, in tokens; None: what the model's
             config allows.
-        hf_generate_chunk_size: Sequences generated at a time; None: 256.
+        hf_generate_chunk_size: Prompts generated at a time, each with its whole group; None: as
+            many as make 256 sequences. Evaluation decodes one sequence per prompt.
         lora_config: The adapter; None: rank 16 on every linear layer but the head.
         cosine_lr_schedule_config: Warm-up and cosine decay, advanced by one per ``learn``.
         accelerator: Trains over its processes: by summing gradients, or with its DeepSpeed plugin's

@@ -57,7 +57,8 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
     chunk_size: int | None = None
-    """Sequences generated at a time; None: ``DEFAULT_CHUNK_SIZE`` of the generator."""
+    """Prompts generated at a time, each with all of its samples; None: as the generator finds fit.
+    Of the Hugging Face generator only."""
     left_padding: bool = True
     """False: only prompts of equal length share a batch (for models without position ids)."""
     return_logps: bool = False

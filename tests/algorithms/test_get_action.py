@@ -60,6 +60,25 @@ def test_without_repeating_each_prompt_is_sampled_once() -> None:
     assert [ids.shape[0] for ids in result.completion_ids] == [1, 1, 1]
 
 
+def test_chunks_are_of_prompts_whoever_repeats_them() -> None:
+    """A chunk of 2 prompts is 2 groups: of the prompts given, or of those repeated for it."""
+    agent = make_agent(hf_generate_chunk_size=2, min_output_tokens=6)
+    rows: list[int] = []
+    handle = agent.policy.base.decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    for obs, settings, chunks in [
+        (prompts("a", "b", "c"), {}, [8, 4]),
+        (prompts(*"aaaabbbbcccc"), {"repeat_prompts": False}, [8, 4]),
+        (prompts("a", "b", "c"), {"training": False}, [2, 1]),
+    ]:
+        rows.clear()
+        agent.get_action(obs, **settings)
+        # Per chunk, a forward of its prompts and one for each token but the last.
+        assert [rows[i + 1] for i in range(0, len(rows), 6)] == chunks
+    handle.remove()
+
+
 class _OtherSampler(HFGenerator):
     """Stands for an engine of its own, whose log-probs are not quite the trainer's."""
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from generation_helpers import EOS, policy_of, prompts_of, sampling_of
 from model_families import FALCONS, FAMILIES, make_family
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agilerl.llm.causal_lm import LogitHead
+from agilerl.llm.generation import decode, uniforms
 from agilerl.llm.generation.decode import CachedDecoder, DecodingLoop
 from agilerl.llm.generation.hf import HFGenerator, new_token_limit
 from agilerl.llm.generation.kv_cache import GrowingLayer
@@ -61,7 +63,7 @@ def test_samples_do_not_depend_on_chunks_or_company() -> None:
     policy = policy_of(tiny_model())
     prompts = prompts_of([9, 3, 5, 14])
     whole = generate(policy, prompts, 4)
-    for chunk_size in (1, 3, 16):
+    for chunk_size in (1, 3, 4):
         chunked = generate(policy, prompts, 4, chunk_size=chunk_size)
         assert all(torch.equal(a, b) for a, b in zip(whole, chunked, strict=True))
     assert len({tuple(row.tolist()) for row in whole[:4]}) > 1
@@ -82,7 +84,7 @@ def test_sampled_frequencies_match_the_model() -> None:
     model = small_vocabulary_model(12)
     policy = policy_of(model)
     (prompt,) = prompts_of([4], vocab=12)
-    rows = generate(policy, [prompt], 4000, max_new_tokens=2, eos_token_ids=(11,), chunk_size=4000)
+    rows = generate(policy, [prompt], 4000, max_new_tokens=2, eos_token_ids=(11,))
     policy.set_role("actor")
     with torch.no_grad():
         first = model(prompt[None]).logits[0, -1].softmax(-1)
@@ -132,6 +134,80 @@ def test_each_prompt_is_prefilled_once_per_chunk(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CachedDecoder, "hidden", recording)
     generate(policy, prompts_of([9, 9]), 8, max_new_tokens=2, min_new_tokens=2)
     assert seen == [(2, 9), (16, 1)]
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "samples", "prompts", "expected"),
+    [
+        (2, 4, 3, [8, 4]),
+        (1, 3, 2, [3, 3]),
+        (5, 2, 3, [6]),
+        (None, 100, 5, [200, 200, 100]),  # 256 sequences or fewer
+        (None, 300, 2, [300, 300]),  # a group is never divided
+        (None, 1, 300, [256, 44]),
+    ],
+)
+def test_a_chunk_is_of_prompts_with_their_groups(
+    chunk_size: int | None, samples: int, prompts: int, expected: list[int]
+) -> None:
+    policy, rows = policy_of(tiny_model()), []
+    HFGenerator(policy)  # the probe runs
+    handle = policy.base.decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    settings = {"max_new_tokens": 2, "min_new_tokens": 2, "chunk_size": chunk_size}
+    generate(policy, prompts_of([5] * prompts), samples, **settings)
+    handle.remove()
+    assert [count for count, tokens in rows if tokens == 1] == expected
+    assert [count * samples for count, tokens in rows if tokens == 5] == expected
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes, in elements."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("return_logps", [True, False])
+def test_memory_follows_what_is_generated_not_what_is_allowed(return_logps: bool) -> None:
+    policy, largest = policy_of(small_vocabulary_model(8)), []
+    for allowed in (1_000, 1_000_000):
+        settings = {"max_new_tokens": None, "return_logps": return_logps}
+        with _Largest() as tensors:
+            rows = generate(policy, prompts_of([4], vocab=8), 64, max_model_len=allowed, **settings)
+        assert max(map(len, rows)) < 200
+        largest.append(tensors.elements)
+    assert largest[0] == largest[1]
+
+
+def test_rows_of_several_blocks_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of(tiny_model())
+    prompts = prompts_of([9, 3, 5, 14])
+    whole = generate(policy, prompts, 3, max_new_tokens=40, return_logps=True)
+    for module in (decode, uniforms):
+        monkeypatch.setattr(module, "BLOCK", 6)
+    runs = []
+    for chunk_size in (4, 1, 3):
+        rng = torch.Generator().manual_seed(3)
+        sampling = sampling_of(max_new_tokens=40, chunk_size=chunk_size, return_logps=True)
+        made = HFGenerator(policy).generate(prompts, 3, sampling, rng)
+        assert made.logps is not None
+        assert [len(row) for row in made.logps] == [len(row) for row in made.token_ids]
+        runs.append((made, rng.get_state()))
+    first, state = runs[0]
+    assert max(map(len, first.token_ids)) > 24
+    assert any(not torch.equal(a, b) for a, b in zip(whole, first.token_ids, strict=True))
+    for made, after in runs[1:]:
+        assert torch.equal(after, state)
+        for a, b in zip(first.token_ids, made.token_ids, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_equal_prompts_are_run_once_and_their_samples_stay(monkeypatch: pytest.MonkeyPatch) -> None:

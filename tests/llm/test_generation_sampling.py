@@ -80,6 +80,32 @@ def test_flat_distribution_needs_more_candidates_than_the_first_few() -> None:
     assert (drawn > 0).sum() > 3500
 
 
+@pytest.mark.parametrize(
+    "settings", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.9, "min_p": 1e-3}]
+)
+def test_a_flat_row_costs_the_others_nothing(
+    settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its own candidates are looked for again, and every token is the one drawn alone."""
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 20_000, generator=rng) * 8
+    logits[5] = 0.0
+    logits[9] *= 0.02
+    uniforms, sampling = torch.rand(64, generator=rng), config(**settings)
+    alone = [next_tokens(logits[i : i + 1], uniforms[i : i + 1], sampling) for i in range(64)]
+    searched: list[tuple[int, int]] = []
+    topk = torch.Tensor.topk
+
+    def recording(self: torch.Tensor, k: int, dim: int) -> object:
+        searched.append((len(self), k))
+        return topk(self, k, dim=dim)
+
+    monkeypatch.setattr(torch.Tensor, "topk", recording)
+    together = next_tokens(logits, uniforms, sampling)
+    assert torch.equal(together, torch.cat(alone))
+    assert searched == [(64, 512), (2, 4096), (2, 20_000)]
+
+
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-24])
 def test_the_ends_of_the_unit_interval_never_hit_an_impossible_token(

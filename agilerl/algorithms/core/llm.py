@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -41,7 +42,9 @@ class LLMAlgorithm(LoRAAgent):
             obs: Prompt dicts with ``input_ids`` ``(1, P)`` and ``attention_mask`` ``(1, P)``; not
                 changed.
             training: Sample; otherwise decode greedily, once per prompt.
-            repeat_prompts: In training, complete each prompt ``group_size`` times; False: once.
+            repeat_prompts: In training, complete each prompt ``group_size`` times; False: once, as
+                where ``obs`` holds each prompt ``group_size`` times already. A chunk of
+                ``hf_generate_chunk_size`` prompts is equally many sequences either way.
 
         Returns:
             Per prompt ``(G, T)`` token ids and ``(G, T - 1)`` action masks; unpacks into these two.
@@ -51,11 +54,12 @@ class LLMAlgorithm(LoRAAgent):
             ValueError: If there is no prompt, or one is too long for ``max_model_len``.
         """
         prompts = unpadded_prompts(obs)
+        sampling = self.sampling_config(training)
         samples = self.group_size if training and repeat_prompts else 1
+        if training and not repeat_prompts and sampling.chunk_size is not None:
+            sampling = replace(sampling, chunk_size=sampling.chunk_size * self.group_size)
         self.generator.sync(self.policy)
-        completions = self.generator.generate(
-            prompts, samples, self.sampling_config(training), self.rng
-        )
+        completions = self.generator.generate(prompts, samples, sampling, self.rng)
         return action_result(prompts, completions, samples, self.pad_token_id)
 
     @contextlib.contextmanager

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from transformers.cache_utils import Cache
@@ -37,7 +38,8 @@ from agilerl.llm.generation.probe import decoding_support
 from agilerl.llm.generation.uniforms import Uniforms
 from agilerl.llm.policy import Policy
 
-DEFAULT_CHUNK_SIZE = 256
+# Sequences of a chunk where its size is not set.
+DEFAULT_CHUNK_ROWS = 256
 
 
 class HFGenerator:
@@ -135,19 +137,19 @@ class _Request:
     ) -> None:
         self.prompts = [prompt.to("cpu", torch.long) for prompt in prompts]
         self.limits = [new_token_limit(prompt, sampling) for prompt in self.prompts]
-        self.sampling = sampling
+        self.samples, self.sampling = samples, sampling
+        self.chunk_size = sampling.chunk_size or max(1, DEFAULT_CHUNK_ROWS // samples)
         # Per row, its prompt: the first one with the same ids.
         self.rows = [first for first in _first_equal(self.prompts) for _ in range(samples)]
         greedy = sampling.greedy
         self.uniforms = None if greedy else Uniforms(len(self.rows), max(self.limits), rng)
-        self.size = sampling.chunk_size or DEFAULT_CHUNK_SIZE
         self.tokens: list[torch.Tensor] = [torch.empty(0, dtype=torch.long)] * len(self.rows)
         self.logps: list[torch.Tensor] = [torch.empty(0)] * len(self.rows)
 
     @property
     def fits_one_chunk(self) -> bool:
         """Whether all rows may be held at once."""
-        return len(self.rows) <= self.size
+        return len(self.prompts) <= self.chunk_size
 
     def complete(self, loop: DecodingLoop) -> None:
         """Complete all rows, every prompt run whole."""
@@ -213,19 +215,20 @@ class _Request:
                 self.logps[i] = completed.logps[n]
 
     def _chunks(self) -> Iterator[list[int]]:
-        """Rows by prompt length, ``size`` at a time; equal lengths only if unpadded."""
-        length = [len(self.prompts[row]) for row in self.rows]
-        # Then by prompt: rows of one share its cache, wherever they stand in the request.
-        order = sorted(range(len(self.rows)), key=lambda i: (length[i], self.rows[i]))
-        chunk: list[int] = []
-        for i in order:
-            other_length = bool(chunk) and length[chunk[0]] != length[i]
-            if len(chunk) == self.size or (other_length and not self.sampling.left_padding):
-                yield chunk
-                chunk = []
-            chunk.append(i)
-        if chunk:
-            yield chunk
+        """Rows of ``chunk_size`` prompts at a time, by length; equal lengths only if unpadded."""
+        length = [len(prompt) for prompt in self.prompts]
+        # Then by ids: equal prompts are run once if they are in one chunk.
+        order = sorted(
+            range(len(length)),
+            key=lambda prompt: (length[prompt], self.rows[prompt * self.samples]),
+        )
+        runs = [order]
+        if not self.sampling.left_padding:
+            runs = [list(run) for _, run in groupby(order, key=length.__getitem__)]
+        for run in runs:
+            for start in range(0, len(run), self.chunk_size):
+                chunk = run[start : start + self.chunk_size]
+                yield [p * self.samples + sample for p in chunk for sample in range(self.samples)]
 
 
 def _first_equal(prompts: Sequence[torch.Tensor]) -> list[int]:

@@ -12,8 +12,9 @@ from agilerl.llm.config import SamplingConfig
 
 # Vocabulary entries summed at a time when drawing from the full distribution.
 BLOCK = 128
-# Candidates looked at first when only top-p or min-p is set; doubled eightfold until they suffice.
-FIRST_CANDIDATES = 512
+# Most likely tokens looked at first when only top-p or min-p is set; where the filters keep more,
+# this many times as many.
+FIRST_CANDIDATES, CANDIDATES_FACTOR = 512, 8
 
 
 def next_tokens(
@@ -97,7 +98,43 @@ def _draw_from_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 def _draw_filtered(
     logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig
 ) -> torch.Tensor:
-    indices, probs = _candidates(logits, sampling)
+    if sampling.top_k > 0:
+        values, indices = logits.topk(min(sampling.top_k, logits.shape[1]), dim=1)
+        return _draw_from_candidates(indices, values.softmax(1), uniforms, sampling)
+    total = logits.logsumexp(1, keepdim=True)
+    return _draw_from_top(logits, total, uniforms, sampling, FIRST_CANDIDATES)
+
+
+def _draw_from_top(
+    logits: torch.Tensor,
+    total: torch.Tensor,
+    uniforms: torch.Tensor,
+    sampling: SamplingConfig,
+    count: int,
+) -> torch.Tensor:
+    """Draw from the ``count`` most likely tokens; from more in rows whose filters keep more.
+
+    ``total`` ``(N, 1)`` is the log of what the row's exponentials add up to.
+    """
+    vocab = logits.shape[1]
+    values, indices = logits.topk(min(count, vocab), dim=1)
+    probs = (values - total).exp()
+    enough = probs.sum(1) >= sampling.top_p
+    if sampling.min_p > 0.0:
+        enough |= probs[:, -1] < sampling.min_p * probs[:, 0]
+    tokens = _draw_from_candidates(indices, probs, uniforms, sampling)
+    if count < vocab and not bool(enough.all()):
+        rows = (~enough).nonzero().squeeze(1)
+        tokens[rows] = _draw_from_top(
+            logits[rows], total[rows], uniforms[rows], sampling, count * CANDIDATES_FACTOR
+        )
+    return tokens
+
+
+def _draw_from_candidates(
+    indices: torch.Tensor, probs: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig
+) -> torch.Tensor:
+    """Draw from tokens ``(N, K)``, most likely first, after top-p and min-p."""
     before = probs.cumsum(1) - probs
     keep = before < sampling.top_p
     if sampling.min_p > 0.0:
@@ -106,24 +143,3 @@ def _draw_filtered(
     weights = torch.where(keep, probs, 0.0)
     place = _draw_from_cdf(weights, uniforms.double() * weights.double().sum(1))
     return indices.gather(1, place[:, None]).squeeze(1)
-
-
-def _candidates(
-    logits: torch.Tensor, sampling: SamplingConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and probabilities, sorted, of enough tokens to hold all that the filters keep."""
-    vocab = logits.shape[1]
-    if sampling.top_k > 0:
-        values, indices = logits.topk(min(sampling.top_k, vocab), dim=1)
-        return indices, values.softmax(1)
-    total = logits.logsumexp(1, keepdim=True)
-    count = min(FIRST_CANDIDATES, vocab)
-    while True:
-        values, indices = logits.topk(count, dim=1)
-        probs = (values - total).exp()
-        covered = probs.sum(1) >= sampling.top_p
-        if sampling.min_p > 0.0:
-            covered |= probs[:, -1] < sampling.min_p * probs[:, 0]
-        if count == vocab or bool(covered.all()):
-            return indices, probs
-        count = min(count * 8, vocab)
