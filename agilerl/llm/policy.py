@@ -77,12 +77,8 @@ class Policy:
 
     @property
     def lora_config(self) -> LoraConfig:
-        """The actor's; set, it is that of every role."""
+        """The actor's."""
         return self.lora_configs["actor"]
-
-    @lora_config.setter
-    def lora_config(self, config: LoraConfig) -> None:
-        self.lora_configs = dict.fromkeys(self.lora_configs, config)
 
     @property
     def device(self) -> torch.device:

@@ -20,7 +20,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 # All else is the same code as under "ddp" or "zero2".
 SOME_CASES = {
     "zero0": ["one_step_grpo", "ten_steps", "agreement"],
-    "zero1": ["one_step_grpo", "ten_steps", "non_finite", "state", "state_of_one_process"],
+    "zero1": [
+        "one_step_grpo",
+        "ten_steps",
+        "non_finite",
+        "state",
+        "state_of_one_process",
+        "two_groups",
+    ],
     "zero2_offload": [
         "one_step_grpo",
         "mini_batches",
@@ -28,6 +35,7 @@ SOME_CASES = {
         "non_finite",
         "state",
         "state_of_one_process",
+        "two_groups",
         "fresh_optimizer",
     ],
     # Layers are put together in every forward and backward; on two CPUs that takes its time.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from datasets import Dataset
 from agilerl.algorithms import GRPO
 from agilerl.distributed import ranks_of
 from agilerl.llm.batch import make_batch
+from agilerl.llm.engine.build import build_engine
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.update import SkippedSteps, run_update
 from agilerl.llm_envs import ReasoningGym
@@ -263,6 +264,36 @@ def other_schedule(accelerator: Any) -> dict[str, Any]:
     mine(accelerator).learned_by(agent)
     agent.clean_up()
     return {"rates": rates}
+
+
+def parameters_of_two_groups() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.arange(n) / n + 0.5) for n in (3, 7, 4)]
+
+
+def step_two_groups(engine: LocalEngine, number: int, ranks: Sequence[int]) -> None:
+    """The second group has no gradient in steps 0, 1 and 3."""
+    used = engine.parameters[: 1 if number in (0, 1, 3) else 3]
+    for rank in ranks:
+        engine.backward(torch.stack([((p - number) ** (2 + rank)).sum() for p in used]).sum())
+    engine.step(10.0)
+
+
+@case
+def two_groups(accelerator: Any) -> dict[str, Any]:
+    """Two parameter groups, stepped together and apart; in a new engine before every step."""
+    parameters, saved, shards = parameters_of_two_groups(), None, []
+    ranks = ranks_of(accelerator)
+    for number in range(5):
+        groups = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": 0.02}]
+        engine = build_engine(groups, 0.1, None, accelerator)
+        if saved is not None:
+            engine.load_state_dict(saved)
+        step_two_groups(engine, number, [ranks.rank])
+        saved = engine.state_dict()
+        if engine.sharded:
+            shards.append(ranks.gather(engine.shard()))  # type: ignore[attr-defined]
+        engine.close()
+    return {"values": [p.detach() for p in parameters], "saved": saved, "shards": shards}
 
 
 @case

@@ -12,10 +12,12 @@ import pytest
 import torch
 from agents_and_batches import COSINE, CREDIT, Data, data, make_agent, moments, weights
 from case_settings import each_setting
-from cases_learn import mutate, update_with
+from cases_learn import mutate, parameters_of_two_groups, step_two_groups, update_with
 
 from agilerl.algorithms import GRPO
 from agilerl.llm.batch import make_batch
+from agilerl.llm.checkpoint.optimizer_shards import assemble
+from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.losses import policy_loss, reduction_weights
 from agilerl.llm.policy import scatter_actions
 from agilerl.llm.update import SkippedSteps
@@ -233,6 +235,30 @@ def test_a_loaded_state_leaves_the_learning_rate_alone(ranks: Ranks) -> None:
     for rank in ranks:
         before, after = rank["rates"]
         assert before == after == pytest.approx(1e-3 / 3)
+
+
+@each_setting("two_groups")
+def test_parameter_groups_step_apart_and_together(ranks: Ranks) -> None:
+    """As in a single process, where AdamW leaves alone what has no gradient."""
+    parameters = parameters_of_two_groups()
+    groups = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": 0.02}]
+    alone = LocalEngine(groups, 0.1)
+    for number in range(5):
+        step_two_groups(alone, number, [0, 1])
+    expected = alone.state_dict()["optimizer"]
+    for rank in ranks:
+        for value, parameter in zip(rank["values"], parameters, strict=True):
+            torch.testing.assert_close(value, parameter.detach())
+        found = rank["saved"]["optimizer"]["state"]
+        assert [found[n]["step"] for n in range(3)] == [5.0, 2.0, 2.0]
+        for name in ("exp_avg", "exp_avg_sq"):
+            for n in range(3):
+                torch.testing.assert_close(found[n][name], expected["state"][n][name])
+        if rank["shards"]:
+            first, last = rank["shards"][0], rank["shards"][-1]
+            assert [assemble(first, 3)[n]["step"] for n in range(3)] == [1.0, 0.0, 0.0]
+            for n, moments in assemble(last, 3).items():
+                assert all(torch.equal(moments[name], found[n][name]) for name in moments)
 
 
 @each_setting("fresh_optimizer")

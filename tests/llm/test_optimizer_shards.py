@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,16 @@ def test_any_cut_is_put_together_again(ends: tuple[int, ...], tmp_path: Path) ->
             assert moments.keys() == STATE[number].keys()
             for name, values in moments.items():
                 assert torch.equal(values, STATE[number][name])
+
+
+def test_parameter_groups_may_count_their_steps_apart(tmp_path: Path) -> None:
+    shards = cut(7)
+    for rank, shard in enumerate(shards):
+        steps = {n: torch.tensor(float(n)) for n in shard.fragments}
+        own = {n: replace(f, step=steps[n]) for n, f in shard.fragments.items()}
+        write_shard(tmp_path, rank, Shard(shard.step, own))
+    found = read_shards(tmp_path, len(shards), 3)
+    assert [found[n]["step"] for n in range(3)] == [0.0, 1.0, 2.0]
 
 
 def test_before_the_first_step_there_is_nothing(tmp_path: Path) -> None:

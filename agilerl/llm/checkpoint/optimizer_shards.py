@@ -6,8 +6,9 @@ pickled)::
 
     save_checkpoint/
         optimizer_rank_00000.safetensors    "3.exp_avg": moments of elements of parameter 3,
-        optimizer_rank_00001.safetensors    "step": the count of steps; the header says where in
-                                            the parameter the elements are
+        optimizer_rank_00001.safetensors    "step": the count of steps ("3.step": where parameter
+                                            groups count apart); the header says where in the
+                                            parameter the elements are
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Fragment:
     """First of its elements here, counted in the flattened parameter."""
     moments: dict[str, torch.Tensor]
     """``exp_avg`` and ``exp_avg_sq``, ``(n,)`` each."""
+    step: torch.Tensor | None = None
+    """Scalar count of steps, where parameter groups count apart; None: the shard's."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ def write_shard(folder: Path, rank: int, shard: Shard) -> None:
         for number, fragment in shard.fragments.items()
         for name, values in fragment.moments.items()
     }
+    tensors |= {f"{n}.step": f.step.cpu() for n, f in shard.fragments.items() if f.step is not None}
     if shard.step is not None:
         tensors["step"] = shard.step.detach().cpu()
     header = {n: {"shape": f.shape, "start": f.start} for n, f in shard.fragments.items()}
@@ -115,7 +119,8 @@ def assemble(
     state = {}
     for number, fragments in sorted(found.items()):
         fragments.sort(key=lambda fragment: fragment.start)
-        state[number] = {"step": step.clone()} | {  # type: ignore[union-attr]
+        own = step if fragments[0].step is None else fragments[0].step
+        state[number] = {"step": own.clone()} | {  # type: ignore[union-attr]
             name: torch.cat([f.moments[name] for f in fragments]).view(fragments[0].shape)
             for name in fragments[0].moments
         }
@@ -141,6 +146,7 @@ def _read_shard(file: Path) -> Shard:
         header = json.loads(stored.metadata()[_HEADER])
     check(file, header, dict[Annotated[str, str.isdecimal, "a number"], FragmentHeader], "header")
     step = tensors.pop("step", None)
+    own_steps = {n: tensors.pop(f"{n}.step", None) for n in header}
     names = {f"{number}.{name}" for number in header for name in MOMENTS}
     if names != tensors.keys() or any(t.dim() != 1 for t in tensors.values()):
         damaged(file, "its header and its tensors differ")
@@ -148,7 +154,10 @@ def _read_shard(file: Path) -> Shard:
         step,
         {
             int(n): Fragment(
-                tuple(place["shape"]), place["start"], {m: tensors[f"{n}.{m}"] for m in MOMENTS}
+                tuple(place["shape"]),
+                place["start"],
+                {m: tensors[f"{n}.{m}"] for m in MOMENTS},
+                own_steps[n],
             )
             for n, place in header.items()
         },

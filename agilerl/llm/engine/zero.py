@@ -148,20 +148,26 @@ class ZeroEngine(LocalEngine):
         return {"optimizer": {"state": {}, "param_groups": groups}, **self._schedule_state()}
 
     def shard(self) -> Shard:
-        """The moments that this rank holds; every rank alone."""
-        moments = self.optimizer.state.get(self._partitions[0], {})
-        return Shard(
-            moments.get("step"),
-            {
-                number: Fragment(
-                    tuple(self.parameters[number].shape),
-                    whole.start,
-                    {name: self._moments(number)[name][part] for name in MOMENTS},
-                )
-                for number, whole, part in self._fragments()
-                if self._moments(number)
-            },
-        )
+        """The moments that this rank holds; every rank alone.
+
+        Zeros for a parameter group that was never stepped, if another was.
+        """
+        of_groups = [self.optimizer.state.get(partition, {}) for partition in self._partitions]
+        if not any(of_groups):
+            return Shard(None, {})
+        never = torch.tensor(0.0)
+        steps = [moments.get("step", never) for moments in of_groups]
+        fragments = {}
+        for number, whole, part in self._fragments():
+            group, nothing = self._group_of[number], torch.zeros(part.stop - part.start)
+            moments = of_groups[group]
+            fragments[number] = Fragment(
+                tuple(self.parameters[number].shape),
+                whole.start,
+                {name: moments[name][part] if moments else nothing for name in MOMENTS},
+                steps[group] if len(steps) > 1 else None,
+            )
+        return Shard(steps[0], fragments)
 
     def _load_optimizer(self, state: Mapping[str, Any]) -> None:
         saved_groups = state["param_groups"]
