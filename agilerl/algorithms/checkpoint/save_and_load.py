@@ -212,25 +212,42 @@ def restored_engine(agent: LoRAAgent, state: Any, *, keep_lr: bool = False) -> L
     Raises:
         ValueError: If the state is damaged or that of other parameters.
     """
+    remedy = "load without load_optimizer, or use another checkpoint"
     shapes = [parameter.shape for parameter in agent.engine.parameters]
+    saved = state["optimizer"]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
     fits = all(
-        0 <= number < len(shapes)
-        and values.shape == (torch.Size() if name == "step" else shapes[number])
-        for number, moments in state["optimizer"]["state"].items()
+        values.shape == (torch.Size() if name == "step" else shapes[number])
+        for number, moments in saved["state"].items()
         for name, values in moments.items()
+        if 0 <= number < len(shapes)
     )
     require(
-        fits,
+        fits and numbers == list(range(len(shapes))) and saved["state"].keys() <= {*numbers},
         "the checkpoint's optimizer state is that of another model: its moments have other shapes "
-        "than this agent's parameters; load without load_optimizer",
+        f"than this agent's parameters; {remedy}",
     )
     engine = agent._build_engine()
     try:
+        if engine.scheduler is not None and state["scheduler"] is not None:
+            same = _same_form(state["scheduler"], engine.scheduler.state_dict())
+            require(same, "its schedule is of another kind")
         engine.load_state_dict(state, keep_lr=keep_lr)
     except Exception as error:  # whatever torch runs into in content that is not its own
         engine.close()
         raise ValueError(
             f"the checkpoint's optimizer state is damaged, or that of another model ({error!r}); "
-            "load without load_optimizer, or use another checkpoint"
+            f"{remedy}"
         ) from error
     return engine
+
+
+def _same_form(saved: Any, live: Any) -> bool:
+    """Whether two states are made of the same entries, of the same types."""
+    if isinstance(live, dict):
+        same = isinstance(saved, dict) and saved.keys() == live.keys()
+        return same and all(_same_form(saved[name], live[name]) for name in live)
+    if isinstance(live, list):
+        same = isinstance(saved, list) and len(saved) == len(live)
+        return same and all(map(_same_form, saved, live))
+    return type(saved) is type(live) or {type(saved), type(live)} == {int, float}
