@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agilerl.algorithms.core.arguments import GRPOArguments
+from agilerl.algorithms.core.grpo_arguments import GRPOArguments
 from agilerl.algorithms.core.learn_inputs import (
     add_sampling_logps,
     check_trajectory_ids,
@@ -16,23 +16,19 @@ from agilerl.algorithms.core.learn_inputs import (
 )
 from agilerl.algorithms.core.llm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
-from agilerl.checks import warn
-from agilerl.distributed import Ranks, ranks_of
+from agilerl.checks import require, warn
+from agilerl.distributed import ranks_of
 from agilerl.llm.advantages import compute_advantages, zero_variance_groups
 from agilerl.llm.batch import TrainBatch, make_batch
 from agilerl.llm.config import (
-    AdvantageConfig,
     AdvNorm,
     CosineLRScheduleConfig,
-    LossConfig,
     LossType,
     RatioLevel,
     Reduction,
     SamplingConfig,
-    UpdateConfig,
 )
-from agilerl.llm.engine.accelerator_config import rank_batch_size, rank_micro_batch_size
-from agilerl.llm.losses import LOSS_TABLE, LossTerms, clip_band, policy_loss
+from agilerl.llm.losses import LossTerms, policy_loss
 from agilerl.llm.metrics import batch_metrics
 from agilerl.llm.update import LossFunction, run_update
 from agilerl.typing import ExperiencesType
@@ -254,12 +250,18 @@ class GRPO(GRPOArguments, LLMAlgorithm):
                 gradient.
         """
         completion_ids, action_masks, rewards = experiences
-        if self.loss_config().ratio_level == "turn" and turn_ids is None:
-            raise ValueError(
-                "turn_ids is None, but importance_sampling_level is 'turn'; pass the turn of each "
-                "action to learn()"
-            )
-        ranks = self._learning_ranks()
+        require(
+            turn_ids is not None or self.loss_config().ratio_level != "turn",
+            "turn_ids is None, but importance_sampling_level is 'turn'; pass the turn of each "
+            "action to learn()",
+        )
+        require(
+            self.wrap or ranks_of(self.accelerator).world_size == 1,
+            "this agent is not wrapped, so each process would learn on its own; call "
+            "agent.wrap_models() on all of them first",
+            RuntimeError,
+        )
+        ranks = self.engine.ranks
         batch = make_batch(
             completion_ids, action_masks, turn_ids, may_lack_actions=ranks.world_size > 1
         )
@@ -304,33 +306,6 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         correct = self.vllm_importance_sampling_correction and self.generator.differs_from_trainer
         return replace(super().sampling_config(training), return_logps=training and correct)
 
-    def advantage_config(self) -> AdvantageConfig:
-        """How rewards become advantages, from the attributes as they are now."""
-        granularity = self.advantage_granularity
-        if granularity == "auto":
-            granularity = "turn" if self.loss_config().ratio_level == "turn" else "trajectory"
-        return AdvantageConfig(
-            group_size=self.group_size,
-            norm=self.adv_norm,
-            granularity="turn" if granularity == "turn" else "trajectory",
-            whiten=self.whiten_advantages,
-            clip_range=self.adv_clip_range,
-            filter_zero=self.filter_zero_adv,
-            filter_eps=self.adv_filter_eps,
-        )
-
-    def loss_config(self) -> LossConfig:
-        """The objective, from the attributes as they are now."""
-        row = LOSS_TABLE[self.loss_type]
-        return LossConfig(
-            loss_type=self.loss_type,
-            ratio_level=row.forced_level or self.importance_sampling_level or "token",
-            clip_band=clip_band(self.clip_coef),
-            beta=self.beta,
-            kl_shaping=self.use_kl_advantage_shaping,
-            importance_weight_cap=self.vllm_importance_sampling_cap,
-        )
-
     def loss_function(self) -> LossFunction:
         """The objective as :func:`agilerl.llm.update.run_update` takes it."""
         config = self.loss_config()
@@ -350,28 +325,3 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             )
 
         return loss
-
-    def update_config(self) -> UpdateConfig:
-        """Batch sizes, epochs and clipping, from the attributes as they are now."""
-        return UpdateConfig(
-            batch_size=rank_batch_size(self.batch_size, self.accelerator),
-            micro_batch_size=rank_micro_batch_size(
-                self.batch_size, self.micro_batch_size_per_gpu, self.accelerator
-            ),
-            epochs=self.update_epochs,
-            max_grad_norm=self.max_grad_norm,
-            reduction=self.loss_reduction or LOSS_TABLE[self.loss_type].default_reduction,
-            max_output_tokens=self.max_output_tokens,
-            needs_reference=self.beta != 0.0,
-            # Without a KL term their gradient is exactly 0.
-            skip_zero_advantages=self.beta == 0.0,
-        )
-
-    def _learning_ranks(self) -> Ranks:
-        """The processes that learn together."""
-        if not self.wrap and ranks_of(self.accelerator).world_size > 1:
-            raise RuntimeError(
-                "this agent is not wrapped, so its processes would learn apart; call "
-                "agent.wrap_models() on all of them first"
-            )
-        return self.engine.ranks

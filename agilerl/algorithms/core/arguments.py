@@ -1,18 +1,22 @@
-"""The constructor arguments of all algorithms: one row each, with what is true of the argument.
+"""The constructor arguments of all algorithms: one row each.
 
-A row stands where the attribute is declared, so name, type, default and rule are one line::
+A row declares the attribute, with its type, rule and default::
 
-    beta: float = argument(Number(0), 0.001, mutable=True)
+    lr: float = argument(POSITIVE, 5e-7, mutable=True)
 
-:class:`LLMArguments` are those of every algorithm, :class:`GRPOArguments` those of GRPO, GSPO and
-CISPO. Of the rows are read: what values are refused, what a checkpoint holds, what a resumed run
-takes from it, and what ``hp_config`` may name.
+:class:`LLMArguments` has the rows of every algorithm,
+:class:`~agilerl.algorithms.core.grpo_arguments.GRPOArguments` those of GRPO, GSPO and CISPO. They
+decide which values are refused, what a checkpoint holds, what a resumed run takes from it, and what
+``hp_config`` may name.
 
-To add an argument to GRPO: a row here; the parameter of ``GRPO.__init__``, with its docstring; and
-the method that builds the record it belongs to (``loss_config``, ``sampling_config``, ...). To
-write another algorithm, subclass ``LLMAlgorithm`` with a constructor and rows for the arguments
-that are its own. What its constructor leaves out has the row's default; ``clone`` and ``load`` need
-``actor_network``, ``index``, ``lora_config``, ``accelerator``, ``device``, ``wrap`` and ``clone``.
+To add an argument to GRPO, edit three places: its row; the parameter of ``GRPO.__init__`` with its
+docstring; and the method that builds the record it belongs to (``loss_config``, ``update_config``,
+``sampling_config``, ...).
+
+To write another algorithm, subclass ``LLMAlgorithm``, declare the rows of its own arguments, and
+pass the constructor's ``locals()`` on. What the constructor leaves out has the row's default. For
+``clone`` and ``load`` it must take ``actor_network``, ``index``, ``lora_config``, ``accelerator``,
+``device``, ``wrap`` and ``clone``.
 """
 
 from __future__ import annotations
@@ -28,7 +32,6 @@ from accelerate import Accelerator
 from peft import LoraConfig
 
 from agilerl.algorithms.core.argument_rules import (
-    check_clip_coef,
     check_device,
     check_network,
     check_pad_token_id,
@@ -45,13 +48,12 @@ from agilerl.checks import (
     require,
     warn,
 )
-from agilerl.llm.config import AdvNorm, CosineLRScheduleConfig, LossType, RatioLevel, Reduction
+from agilerl.llm.config import CosineLRScheduleConfig
 from agilerl.llm.engine.accelerator_config import (
     check_accelerator,
     rank_batch_size,
     settings_without_effect,
 )
-from agilerl.llm.losses import LOSS_TABLE
 
 logger = logging.getLogger(__name__)
 
@@ -256,53 +258,3 @@ def _check_hp_config(arguments: Mapping[str, Any], table: Mapping[str, Argument]
             f"hp_config names {name!r}, which is {arguments[name]!r}; it must be a number for "
             "mutations to start from",
         )
-
-
-class GRPOArguments(LLMArguments):
-    """Arguments of GRPO, GSPO and CISPO besides."""
-
-    group_size: int = argument(Number(2, integer=True), 8, mutable=True)
-    beta: float = argument(Number(0), 0.001, mutable=True)
-    clip_coef: float | tuple[float, float] = argument(check_clip_coef, 0.2, mutable=True)
-    max_grad_norm: float = argument(POSITIVE, 0.1, mutable=True)
-    update_epochs: int = argument(COUNT, 1, mutable=True)
-    use_liger_loss: bool = argument(FLAG, False, supported=False)
-    fused_loss_chunk_rows: int | None = argument(OPTIONAL_COUNT, None, supported=False)
-    use_kl_advantage_shaping: bool = argument(FLAG, False)
-    adv_norm: AdvNorm = argument(OneOf(("mean_std", "mean_only")), "mean_std")
-    loss_type: LossType = argument(OneOf(tuple(LOSS_TABLE)), "grpo")
-    importance_sampling_level: RatioLevel | None = argument(
-        OneOf((None, "token", "turn", "trajectory")), None
-    )
-    advantage_granularity: str = argument(OneOf(GRANULARITIES), "auto")
-    action_granularity: str | None = argument(OneOf((None, *GRANULARITIES)), None)
-    whiten_advantages: bool = argument(FLAG, False)
-    adv_clip_range: float | None = argument(
-        Number(0, open_low=True, optional=True), None, mutable=True
-    )
-    filter_zero_adv: bool = argument(FLAG, False)
-    adv_filter_eps: float = argument(Number(0), 0.0)
-    vllm_importance_sampling_correction: bool = argument(FLAG, True)
-    vllm_importance_sampling_cap: float = argument(
-        Number(0, open_low=True, finite=False), 2.0, mutable=True
-    )
-    loss_reduction: Reduction | None = argument(
-        OneOf((None, "sequence", "token", "constant", "sum")), None
-    )
-
-    @classmethod
-    def check_together(cls, arguments: Mapping[str, Any]) -> None:
-        """Refuse values that contradict each other, and say which have no effect."""
-        super().check_together(arguments)
-        require(
-            arguments["loss_reduction"] != "constant" or arguments["max_output_tokens"] is not None,
-            "loss_reduction is 'constant', which divides by max_output_tokens, but that is None; "
-            "it must be set",
-        )
-        level = arguments["importance_sampling_level"]
-        pooled = arguments["loss_type"] == "gspo" and level in ("token", "turn")
-        if pooled and not arguments["clone"]:  # a clone would only repeat it
-            warn(
-                f"importance_sampling_level={level!r} has no effect with loss_type 'gspo', which "
-                "pools the ratio over the trajectory"
-            )
