@@ -98,7 +98,13 @@ class TextEnv(Protocol):
 
 @runtime_checkable
 class MultiTurnEnv(Protocol):
-    """A tokenised multi-turn episode, such as ``TokenObservationWrapper``."""
+    """A tokenised multi-turn episode, such as ``TokenObservationWrapper``.
+
+    Attributes that are read where an environment has them: ``transcript`` (the episode as text, for
+    logs), ``max_model_len`` and ``pad_id`` (an answer that is longer than the former, the padding
+    of the latter not counted, is refused), ``max_output_tokens`` (training fills both lengths in
+    where they are None).
+    """
 
     def reset(self, seed: int | None = None) -> tuple[ReasoningPrompts, dict[str, Any]]: ...
 

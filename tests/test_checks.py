@@ -7,7 +7,9 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from agilerl.checks import (
     COUNT,
@@ -16,7 +18,9 @@ from agilerl.checks import (
     InstanceOf,
     Number,
     OneOf,
+    finite_number,
     require,
+    shorten,
     warn,
     warn_once,
 )
@@ -86,3 +90,31 @@ def test_a_warning_points_at_the_first_frame_outside_the_package() -> None:
         inside["outer"]()
     (warning,) = caught
     assert warning.filename == __file__ and warning.category is FutureWarning
+
+
+@pytest.mark.parametrize("value", [True, 1, np.float32(1), np.bool_(True), torch.tensor(1.0)])
+def test_numbers_of_any_kind(value: Any) -> None:
+    number = finite_number("reward_fn returned", value, "return a float")
+    assert type(number) is float
+    assert number == 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ("1", TypeError, "reward_fn returned '1' of type str; return a float"),
+        (torch.ones(2), TypeError, "reward_fn returned tensor([1., 1.]) of type Tensor"),
+        (math.nan, ValueError, "reward_fn returned nan, which is not a finite float32"),
+        (10**400, ValueError, "reward_fn returned 1000"),
+    ],
+)
+def test_what_is_no_finite_number(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        finite_number("reward_fn returned", value, "return a float")
+    assert str(caught.value).startswith(message)
+    assert str(caught.value).endswith("return a float")
+
+
+def test_long_values_are_shortened() -> None:
+    assert shorten("x") == "'x'"
+    assert shorten("x" * 1000) == "'" + "x" * 499 + "... (1002 characters)"

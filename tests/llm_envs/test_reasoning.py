@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -16,7 +15,6 @@ from sums_data import TEMPLATE, sums
 from transformers import PreTrainedTokenizerFast
 
 from agilerl.llm_envs import ReasoningGym, RewardError
-from agilerl.llm_envs.dataset import TrainingBatchSampler, fingerprint
 from agilerl.testing import (
     SPELL_BACKWARD_CONVERSATION,
     byte_tokenizer,
@@ -410,24 +408,6 @@ def test_processes_share_the_rows(make_env: MakeEnv) -> None:
     assert sorted(tested) == sorted(sums(100, 7)["question"])
 
 
-@pytest.mark.parametrize(("rows", "ranks", "size"), [(7, 1, 3), (20, 3, 2), (13, 2, 2), (5, 5, 1)])
-def test_every_row_has_its_place_in_an_epoch_once(rows: int, ranks: int, size: int) -> None:
-    """Whatever the number of processes, which see the rows in the same order."""
-    orders = [TrainingBatchSampler(rows, size, 0, rank, ranks) for rank in range(ranks)]
-    alone = TrainingBatchSampler(rows, rows, 0).current()
-    seen: list[int] = []
-    while orders[0].epoch == 0:
-        shares = [order.current() for order in orders]
-        assert all(shares)
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        for order in orders:
-            order.advance()
-        longest = max(map(len, shares))
-        seen += [share[i] for i in range(longest) for share in shares if i < len(share)]
-    assert seen == alone
-    assert {order.epoch for order in orders} == {1}
-
-
 def test_more_processes_than_rows(make_env: MakeEnv) -> None:
     with pytest.raises(ValueError, match="2 rows for 3 processes"):
         make_env(train=2, accelerator=SimpleNamespace(process_index=0, num_processes=3))
@@ -493,14 +473,6 @@ def test_the_fingerprint_is_of_questions_answers_and_templates(make_env: MakeEnv
         },
     )
     assert len({own, *(make_env(**other).fingerprint() for other in others)}) == 6
-
-
-def test_answers_of_any_kind_have_a_fingerprint() -> None:
-    """Objects would be other ones in a resumed run, so their addresses must not count."""
-    answers = [{"a": 1}, None, float("nan"), object(), np.arange(3), torch.ones(2), {(1, 2): 3}]
-    again = [*answers[:3], object(), *answers[4:]]
-    assert fingerprint(again) == fingerprint(answers)
-    assert fingerprint([*answers[:4], np.arange(4)[1:], *answers[5:]]) != fingerprint(answers)
 
 
 # --- bad input ----------------------------------------------------------------------------------
