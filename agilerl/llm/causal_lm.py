@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +13,9 @@ from transformers import PreTrainedModel
 
 from agilerl.checks import require
 from agilerl.llm.engine.partition_checks import full_shape
+
+# Shorter than the rows of all probes.
+PROBED_WINDOW = 3
 
 
 @dataclass(frozen=True)
@@ -141,3 +147,27 @@ def equal_up_to_rounding(made: torch.Tensor, expected: torch.Tensor) -> bool:
     tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 5e-2
     largest = expected.abs().max().clamp(min=1e-6)
     return bool((made - expected).abs().max() <= tolerance * largest)
+
+
+@contextlib.contextmanager
+def short_windows(decoder: nn.Module) -> Iterator[None]:
+    """Within it, sliding windows are ``PROBED_WINDOW`` tokens, which a probe's rows go beyond.
+
+    A model's own may be thousands. Masks follow the config; kernels that take the window from a
+    layer's attribute follow that.
+    """
+    owners: dict[int, Any] = {id(module): module for module in decoder.modules()}
+    owners[id(decoder.config)] = decoder.config
+    windows = [
+        (owner, window)
+        for owner in owners.values()
+        if isinstance(window := owner.__dict__.get("sliding_window"), int)
+        and window > PROBED_WINDOW
+    ]
+    for owner, _ in windows:
+        owner.sliding_window = PROBED_WINDOW
+    try:
+        yield
+    finally:
+        for owner, window in windows:
+            owner.sliding_window = window

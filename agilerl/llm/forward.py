@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agilerl.llm.batch import TrainBatch
-from agilerl.llm.causal_lm import equal_up_to_rounding
+from agilerl.llm.causal_lm import equal_up_to_rounding, short_windows
 from agilerl.llm.config import ForwardConfig
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def supports_shared_prefixes(decoder: nn.Module, vocab_size: int) -> bool:
     index = torch.tensor([0, 0, 1, 1], device=device)
     batch = TrainBatch(ids, mask, lengths, prompts, index, mask)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), short_windows(decoder):
             plain = _plain_rows(decoder, batch, use_position_ids=True)
             shared = _shared_prefix_rows(decoder, batch)
     except Exception as error:  # noqa: BLE001 - any failure of an unknown architecture has the same remedy: plain rows

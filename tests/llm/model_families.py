@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 VOCAB = 64
 WINDOW = 6
+LONG_WINDOW = 4096
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -136,3 +137,22 @@ def make_family(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     if "num_experts_per_tok" in extra:
         model.set_experts_implementation("eager")  # the grouped kernels have no float64
     return model.to(dtype).eval()
+
+
+def without_window_when_cached(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model a long sliding window, and a forward that forgets it where there is a cache."""
+    decoder = model.base_model
+    decoder.config.sliding_window = LONG_WINDOW
+    forward = decoder.forward
+
+    def forgetful(**kwargs: Any) -> Any:
+        cache, window = kwargs.get("past_key_values"), decoder.config.sliding_window
+        if cache is not None and cache.get_seq_length():
+            decoder.config.sliding_window = LONG_WINDOW
+        try:
+            return forward(**kwargs)
+        finally:
+            decoder.config.sliding_window = window
+
+    decoder.forward = forgetful
+    return model

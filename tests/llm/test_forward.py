@@ -8,7 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_families import FAMILIES, UNSHARED_FAMILIES, make_family
+from model_families import (
+    FAMILIES,
+    LONG_WINDOW,
+    UNSHARED_FAMILIES,
+    make_family,
+    without_window_when_cached,
+)
 from rollout_helpers import PLAIN, gradients, lora, random_batch, random_policy, relative_difference
 from transformers import PreTrainedModel
 
@@ -164,3 +170,11 @@ def test_recomputing_keeps_less_and_puts_every_layer_back(batch: TrainBatch) -> 
     assert kept(True) < 0.5 * kept(False)
     assert layers[1].__dict__["forward"] is own
     assert "forward" not in layers[0].__dict__
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_the_probe_goes_beyond_a_long_window(family: str) -> None:
+    assert random_policy(make_family(family)).base.shares_prefixes
+    model = without_window_when_cached(make_family(family))
+    assert not random_policy(model).base.shares_prefixes
+    assert model.config.sliding_window == LONG_WINDOW

@@ -13,7 +13,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agilerl.llm.causal_lm import LogitHead
 from agilerl.llm.generation import decode, uniforms
-from agilerl.llm.generation.decode import CachedDecoder, DecodingLoop
+from agilerl.llm.generation.cached_decoder import CachedDecoder
+from agilerl.llm.generation.decode import DecodingLoop
 from agilerl.llm.generation.hf import HFGenerator, new_token_limit
 from agilerl.llm.generation.kv_cache import GrowingLayer
 from agilerl.llm.policy import Policy

@@ -6,18 +6,16 @@ the batch; cache and output grow in blocks with what is generated.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from transformers.cache_utils import Cache
 
 from agilerl.llm.causal_lm import LogitHead
 from agilerl.llm.config import SamplingConfig
-from agilerl.llm.generation.attention import single_query_attention
+from agilerl.llm.generation.cached_decoder import CachedDecoder, LeftPadded
 from agilerl.llm.generation.kv_cache import LayerTensors, growing_cache, layers_of
 from agilerl.llm.generation.sampling import next_tokens, penalise, scaled_logps
 from agilerl.llm.generation.uniforms import BLOCK
@@ -62,62 +60,6 @@ class BatchCompletions:
     """Per row, the 1-D float32 log-probs of its tokens, if asked for."""
     cached: list[CachedRows]
     """Every row's keys and values, if asked for."""
-
-
-class CachedDecoder:
-    """A model without its head, run on new tokens against a cache.
-
-    Args:
-        decoder: The model without its head.
-        left_padding: Whether rows may have different lengths; False: no mask and no positions are
-            passed, for models that have no use for them.
-        single_query: Whether single tokens may attend by :func:`single_query_attention`.
-    """
-
-    def __init__(self, decoder: nn.Module, *, left_padding: bool, single_query: bool) -> None:
-        self.decoder, self.left_padding, self.single_query = decoder, left_padding, single_query
-
-    def hidden(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache
-    ) -> torch.Tensor:
-        """Hidden states ``(N, T, D)`` of new tokens.
-
-        Args:
-            ids: ``(N, T)``.
-            mask: ``(N, L)`` bool over cached and new columns, False on padding.
-            positions: ``(N, T)``.
-            cache: Keys and values of the ``L - T`` columns before; the new ones are appended.
-        """
-        kwargs = {}
-        if self.left_padding:
-            kwargs = {"attention_mask": mask.long(), "position_ids": positions}
-        single = self.single_query and ids.shape[1] == 1
-        with single_query_attention(self.decoder) if single else contextlib.nullcontext():
-            output = self.decoder(input_ids=ids, past_key_values=cache, use_cache=True, **kwargs)
-        hidden: torch.Tensor = output.last_hidden_state
-        return hidden
-
-
-class LeftPadded(NamedTuple):
-    """Rows of different lengths, right-aligned; each ``(N, T)``."""
-
-    ids: torch.Tensor
-    mask: torch.Tensor
-    positions: torch.Tensor
-
-    @classmethod
-    def of(
-        cls, rows: Sequence[torch.Tensor], pad_token_id: int, device: torch.device
-    ) -> LeftPadded:
-        """Pad 1-D ``rows``."""
-        width = max(len(row) for row in rows)
-        ids = torch.full((len(rows), width), pad_token_id, dtype=torch.long)
-        mask = torch.zeros(len(rows), width, dtype=torch.bool)
-        for i, row in enumerate(rows):
-            ids[i, width - len(row) :] = row
-            mask[i, width - len(row) :] = True
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        return cls(ids.to(device), mask.to(device), positions.to(device))
 
 
 @dataclass

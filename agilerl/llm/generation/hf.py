@@ -25,12 +25,8 @@ from transformers.cache_utils import Cache
 
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation import Completions
-from agilerl.llm.generation.decode import (
-    BatchCompletions,
-    CachedDecoder,
-    DecodingLoop,
-    PromptBatch,
-)
+from agilerl.llm.generation.cached_decoder import CachedDecoder
+from agilerl.llm.generation.decode import BatchCompletions, DecodingLoop, PromptBatch
 from agilerl.llm.generation.kv_cache import CACHE_BLOCK
 from agilerl.llm.generation.merged_weights import rollout_head, rollout_weights
 from agilerl.llm.generation.prefix_cache import PrefixCache, id_bytes

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from agilerl.llm.causal_lm import equal_up_to_rounding
-from agilerl.llm.generation.decode import CachedDecoder, LeftPadded
+from agilerl.llm.causal_lm import equal_up_to_rounding, short_windows
+from agilerl.llm.generation.cached_decoder import CachedDecoder, LeftPadded
 from agilerl.llm.generation.kv_cache import growing_cache
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase
@@ -24,8 +22,6 @@ logger = logging.getLogger(__name__)
 # are, then two at a time, as the next turn's are.
 _PROMPT_LENGTHS = (6, 3, 1)
 _DECODED = 4
-# For the probe sliding windows are this short, so that most rows are longer.
-_WINDOW = 3
 # Of the states compared; wrong positions or masks change most of them.
 _SHARE_IN_LOWER_PRECISION = 0.75
 
@@ -82,7 +78,7 @@ def decoding_support(policy: Policy) -> DecodingSupport:
 def _probe(base: SharedBase) -> DecodingSupport:
     rows = _rows(base.model.config.get_text_config().vocab_size)
     error: Exception | None = None
-    with _short_windows(base.decoder):
+    with short_windows(base.decoder):
         expected = _states_of_whole_rows(base.decoder, rows, base.device)
         for choice in _CHOICES:
             # Others compute their attention themselves, some by the implementation's name.
@@ -161,26 +157,3 @@ def _agree(made: torch.Tensor, expected: torch.Tensor) -> bool:
 def _on_all_ranks(base: SharedBase, exact: bool) -> bool:
     """Ranks of a partitioned base must make the same choice: every forward is a collective."""
     return exact if base.partition is None else base.partition.most(int(not exact)) == 0
-
-
-@contextlib.contextmanager
-def _short_windows(decoder: nn.Module) -> Iterator[None]:
-    """Within it, attention windows are shorter than the probe's rows.
-
-    A model's own may be thousands of tokens long. Masks follow the config; kernels that take the
-    window from a layer's attribute follow that.
-    """
-    owners: dict[int, Any] = {id(module): module for module in decoder.modules()}
-    owners[id(decoder.config)] = decoder.config
-    windows = [
-        (owner, window)
-        for owner in owners.values()
-        if isinstance(window := owner.__dict__.get("sliding_window"), int) and window > _WINDOW
-    ]
-    for owner, _ in windows:
-        owner.sliding_window = _WINDOW
-    try:
-        yield
-    finally:
-        for owner, window in windows:
-            owner.sliding_window = window
