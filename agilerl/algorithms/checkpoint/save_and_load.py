@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,13 @@ def restored_engine(agent: LoRAAgent, state: Any, *, keep_lr: bool = False) -> L
         f"than this agent's parameters; {remedy}",
     )
     engine = agent._build_engine()
+    # Betas, weight decay and so on are the engine's own.
+    taken = ("params", "lr", "initial_lr")
+    groups = [
+        {**live, **{name: group[name] for name in taken if name in group}}
+        for live, group in zip(engine.optimizer.param_groups, saved["param_groups"], strict=False)
+    ]
+    state = {**state, "optimizer": {**saved, "param_groups": groups}}
     try:
         if engine.scheduler is not None and state["scheduler"] is not None:
             same = _same_form(state["scheduler"], engine.scheduler.state_dict())
@@ -250,4 +258,6 @@ def _same_form(saved: Any, live: Any) -> bool:
     if isinstance(live, list):
         same = isinstance(saved, list) and len(saved) == len(live)
         return same and all(map(_same_form, saved, live))
-    return type(saved) is type(live) or {type(saved), type(live)} == {int, float}
+    if isinstance(live, int | float) and not isinstance(live, bool):
+        return isinstance(saved, int | float) and math.isfinite(saved)
+    return type(saved) is type(live)

@@ -8,6 +8,7 @@ what a table lists is passed on to other libraries.
 # No postponed annotations here: TypedDict would not see NotRequired.
 import contextlib
 import itertools
+import math
 import reprlib
 import types
 from collections.abc import Iterator
@@ -34,29 +35,28 @@ Role = Annotated[str, str.isidentifier, "the name of a role"]
 Names = str | list[str] | None
 
 
-class _AdamWGroup(TypedDict):
+def _is_step(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 0 and tensor.dtype == torch.float32 and 0 <= tensor.item() < 2**31
+
+
+Rate = Annotated[float, lambda rate: 0 <= rate < math.inf, "a learning rate"]
+
+
+class _ParameterGroup(TypedDict):
     params: list[int]
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    amsgrad: Literal[False]
-    maximize: Literal[False]
-    capturable: Literal[False]
-    differentiable: Literal[False]
-    foreach: bool | None
-    fused: bool | None
+    lr: Rate
+    initial_lr: NotRequired[Rate]
 
 
 class _AdamWMoments(TypedDict):
-    step: torch.Tensor
+    step: Annotated[torch.Tensor, _is_step, "a count of steps"]
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
 
 
 class _AdamWState(TypedDict):
     state: dict[int, _AdamWMoments]
-    param_groups: list[_AdamWGroup]
+    param_groups: list[_ParameterGroup]  # of other options the agent's own are kept
 
 
 class EngineState(TypedDict):
@@ -64,7 +64,7 @@ class EngineState(TypedDict):
 
     optimizer: _AdamWState
     scheduler: dict[str, Any] | None
-    lr: NotRequired[float | list[float]]
+    lr: NotRequired[Rate | list[Rate]]
 
 
 class _History(TypedDict):
