@@ -143,7 +143,7 @@ class Policy:
         if mode is not None:
             if self.base.partition is not None:
                 raise ValueError(
-                    f"torch_compiler is {mode!r}, but with ZeRO stage 3 layers are put together "
+                    f"torch_compiler is {mode!r}, but with ZeRO stage 3 layers are gathered "
                     "while they run, which cannot be compiled; use torch_compiler=None or "
                     "zero_stage 2"
                 )

@@ -110,15 +110,15 @@ class SharedBase:
     def partition_over(
         self, ranks: Ranks, *, offload: bool = False, gather_for_generation: bool = True
     ) -> None:
-        """Keep one part of the model per rank from now on (ZeRO stage 3); all ranks together.
+        """Partition the model over the ranks (ZeRO stage 3); a collective.
 
         Adapters added afterwards are whole on every rank. The model stays partitioned when its last
-        agent is gone, and serves new ones as it is.
+        agent is gone, and new agents can use it.
 
         Args:
-            ranks: Who holds the parts.
-            offload: Keep this rank's part in CPU memory.
-            gather_for_generation: Put the whole model together for rollouts.
+            ranks: Each holds one partition.
+            offload: Keep this rank's partition in CPU memory.
+            gather_for_generation: Gather the whole model for rollouts.
 
         Raises:
             ValueError: If what the model runs depends on the tokens.
@@ -129,12 +129,12 @@ class SharedBase:
         check_every_layer_runs(self.model)
         self._fingerprint = base_weights.fingerprint(self.model)
         self.partition = PartitionedBase(self.model, ranks, offload, gather_for_generation)
-        # What was found out about the whole model cannot be found out again.
+        # The probes of the whole model cannot be run again: this object lives as long as the model.
         self.model.__dict__["_agilerl_base"] = self
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Within it a partitioned base is whole on every rank; all ranks together, then alone."""
+        """Within it a partitioned base is gathered on every rank; entering is a collective."""
         with contextlib.nullcontext() if self.partition is None else self.partition.whole_model():
             yield
 

@@ -1,6 +1,7 @@
-"""Everything that reads an Accelerate or DeepSpeed configuration.
+"""What an Accelerate or DeepSpeed configuration asks for; no other module reads one.
 
-Nothing here needs DeepSpeed.
+First which settings are refused or without effect, then how the base is partitioned (ZeRO stage 3),
+then how many sequences a rank trains at a time. DeepSpeed need not be installed.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from agilerl.checks import InstanceOf, require
 from agilerl.distributed import ranks_of
 
-# Where the DeepSpeed configuration says what DeepSpeed itself has no setting for.
-SECTION, GATHER = "agilerl", "gather_for_generation"
-
+SECTION = "agilerl"
+"""Section of the DeepSpeed configuration for what DeepSpeed itself has no setting for."""
+GATHER = "gather_for_generation"
+"""Its only setting."""
 DATA_PARALLEL = (
     DistributedType.NO,
     DistributedType.MULTI_CPU,
@@ -23,6 +26,11 @@ DATA_PARALLEL = (
     DistributedType.MULTI_XPU,
     DistributedType.MULTI_NPU,
     DistributedType.DEEPSPEED,
+)
+
+_ACCELERATOR = InstanceOf(
+    Accelerator,
+    "an accelerate.Accelerator, such as agilerl.utils.llm_utils.create_llm_accelerator makes",
 )
 
 
@@ -38,53 +46,6 @@ def zero_section(accelerator: Accelerator | None) -> dict[str, Any]:
     return section
 
 
-def partitions_base(accelerator: Accelerator | None) -> bool:
-    """Whether the frozen base is to be partitioned: ZeRO stage 3, and several processes."""
-    return zero_section(accelerator).get("stage") == 3 and ranks_of(accelerator).world_size > 1
-
-
-def offloads_base(accelerator: Accelerator | None) -> bool:
-    """Whether this process's part of the base is to be kept in CPU memory."""
-    return (zero_section(accelerator).get("offload_param") or {}).get("device") == "cpu"
-
-
-def gathers_for_generation(accelerator: Accelerator | None) -> bool:
-    """Whether rollouts put the whole partitioned base together, as they do by default.
-
-    The DeepSpeed configuration says so in a section of its own, which DeepSpeed does not read:
-    ``{"agilerl": {"gather_for_generation": false}}``.
-
-    Raises:
-        TypeError: The section is no dict, or the setting no bool.
-        ValueError: The section holds another setting, or it is False although nothing is
-            partitioned.
-    """
-    section = deepspeed_config(accelerator).get(SECTION, {})
-    if not isinstance(section, Mapping):
-        raise TypeError(
-            f"the DeepSpeed configuration's {SECTION!r} is {section!r}; it must be a dict, such as "
-            f'{{"{GATHER}": false}}'
-        )
-    unknown = sorted(set(section) - {GATHER})
-    if unknown:
-        raise ValueError(
-            f"the DeepSpeed configuration's {SECTION!r} holds {unknown}; only {GATHER!r} is known"
-        )
-    gathers = section.get(GATHER, True)
-    if not isinstance(gathers, bool):
-        raise TypeError(
-            f"{GATHER} in the DeepSpeed configuration's {SECTION!r} is {gathers!r}; it must be "
-            "true or false"
-        )
-    stage = zero_section(accelerator).get("stage", 0)
-    if not gathers and stage != 3:
-        raise ValueError(
-            f"{GATHER} is False, but the base is not partitioned with ZeRO stage {stage}; use "
-            "stage 3, or leave it out"
-        )
-    return gathers
-
-
 def check_accelerator(name: str, value: Any) -> None:
     """Refuse what is no accelerator, or one for another kind of parallelism.
 
@@ -95,32 +56,29 @@ def check_accelerator(name: str, value: Any) -> None:
     """
     if value is None:
         return
-    if not isinstance(value, Accelerator):
-        raise TypeError(
-            f"{name} is {value!r}; it must be an accelerate.Accelerator, such as "
-            "agilerl.utils.llm_utils.create_llm_accelerator makes, or None"
-        )
-    if value.distributed_type not in DATA_PARALLEL:
-        raise NotImplementedError(
-            f"{name} is set up for {value.distributed_type.value}, which is not supported; use a "
-            "plain Accelerator, or one with a DeepSpeed plugin of zero_stage 0, 1, 2 or 3"
-        )
-    processes = ranks_of(value).world_size
-    if processes not in (1, value.num_processes):
-        raise ValueError(
-            f"{name} counts {value.num_processes} process of {processes}, as Accelerate does on "
-            "CPUs with a DeepSpeed plugin: each would think it were the main one; use "
-            "agilerl.utils.llm_utils.create_llm_accelerator, or pass "
-            'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator'
-        )
-    section = zero_section(value)
-    check_zero_stage(name, section.get("stage", 0))
-    place = (section.get("offload_param") or {}).get("device")
-    if place not in (None, "none", "cpu"):
-        raise NotImplementedError(
-            f"{name} asks for parameters to be offloaded to {place!r}, which is not supported; use "
-            '"cpu" or "none"'
-        )
+    _ACCELERATOR(name, value)
+    kind, processes = value.distributed_type, ranks_of(value).world_size
+    require(
+        kind in DATA_PARALLEL,
+        f"{name} is set up for {kind.value}, which is not supported; use a plain Accelerator, or "
+        "one with a DeepSpeed plugin of zero_stage 0, 1, 2 or 3",
+        NotImplementedError,
+    )
+    require(
+        processes in (1, value.num_processes),
+        f"{name} counts {value.num_processes} process of {processes}, as Accelerate does on CPUs "
+        "with a DeepSpeed plugin: each would think it were the main one; use "
+        "agilerl.utils.llm_utils.create_llm_accelerator, or pass "
+        'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator',
+    )
+    check_zero_stage(name, zero_section(value).get("stage", 0))
+    device = _offload_device(value)
+    require(
+        device in (None, "none", "cpu"),
+        f"{name} asks for parameters to be offloaded to {device!r}, which is not supported; use "
+        '"cpu" or "none"',
+        NotImplementedError,
+    )
 
 
 def check_zero_stage(name: str, stage: Any) -> None:
@@ -129,12 +87,11 @@ def check_zero_stage(name: str, stage: Any) -> None:
     Raises:
         ValueError: There is no such stage.
     """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"{name} asks for ZeRO stage {stage!r}; it must be 0, 1, 2 or 3")
+    require(stage in (0, 1, 2, 3), f"{name} asks for ZeRO stage {stage!r}; it must be 0, 1, 2 or 3")
 
 
 def settings_without_effect(accelerator: Accelerator | None) -> list[str]:
-    """Settings of an accelerator that an agent's arguments decide instead."""
+    """Settings that have no effect, each with what decides instead."""
     if accelerator is None:
         return []
     config = deepspeed_config(accelerator)
@@ -153,6 +110,47 @@ def settings_without_effect(accelerator: Accelerator | None) -> list[str]:
     return ignored
 
 
+def partitions_base(accelerator: Accelerator | None) -> bool:
+    """Whether the frozen base is to be partitioned: ZeRO stage 3, and several processes."""
+    return zero_section(accelerator).get("stage") == 3 and ranks_of(accelerator).world_size > 1
+
+
+def offloads_base(accelerator: Accelerator | None) -> bool:
+    """Whether this process's part of the base is to be kept in CPU memory."""
+    return _offload_device(accelerator) == "cpu"
+
+
+def _offload_device(accelerator: Accelerator | None) -> Any:
+    return (zero_section(accelerator).get("offload_param") or {}).get("device")
+
+
+def gathers_for_generation(accelerator: Accelerator | None) -> bool:
+    """Whether rollouts gather the whole partitioned base, as they do by default.
+
+    The DeepSpeed configuration says so in a section of its own, which DeepSpeed does not read:
+    ``{"agilerl": {"gather_for_generation": false}}``.
+
+    Raises:
+        TypeError: The section is no dict, or the setting no bool.
+        ValueError: The section holds another setting, or it is False although nothing is
+            partitioned.
+    """
+    section = deepspeed_config(accelerator).get(SECTION, {})
+    where = f"the DeepSpeed configuration's {SECTION!r}"
+    InstanceOf(Mapping, f'a dict, such as {{"{GATHER}": false}}', optional=False)(where, section)
+    unknown = sorted(set(section) - {GATHER})
+    require(not unknown, f"{where} holds {unknown}; only {GATHER!r} is known")
+    gathers: bool = section.get(GATHER, True)
+    InstanceOf(bool, "true or false", optional=False)(f"{GATHER} in {where}", gathers)
+    stage = zero_section(accelerator).get("stage", 0)
+    require(
+        gathers or stage == 3,
+        f"{GATHER} is False, but the base is not partitioned with ZeRO stage {stage}; use stage 3, "
+        "or leave it out",
+    )
+    return gathers
+
+
 def rank_batch_size(batch_size: int, accelerator: Accelerator | None) -> int:
     """One rank's share of the sequences of an optimizer step.
 
@@ -160,11 +158,11 @@ def rank_batch_size(batch_size: int, accelerator: Accelerator | None) -> int:
         ValueError: They do not divide.
     """
     ranks = ranks_of(accelerator).world_size
-    if batch_size % ranks:
-        raise ValueError(
-            f"batch_size is {batch_size}; it counts the sequences of an optimizer step over all "
-            f"{ranks} processes, so it must be a multiple of {ranks}"
-        )
+    require(
+        batch_size % ranks == 0,
+        f"batch_size is {batch_size}; it counts the sequences of an optimizer step over all "
+        f"{ranks} processes, so it must be a multiple of {ranks}",
+    )
     return batch_size // ranks
 
 
@@ -176,7 +174,7 @@ def rank_micro_batch_size(
     Args:
         batch_size: Sequences per optimizer step, over all ranks.
         micro_batch_size: As asked for; None: the accelerator's accumulation steps decide.
-        accelerator: None: no accumulation unless asked for.
+        accelerator: None: a single process, which accumulates only if asked for.
     """
     share = rank_batch_size(batch_size, accelerator)
     if micro_batch_size is not None:

@@ -1,4 +1,7 @@
-"""Which parameters are partitioned (ZeRO stage 3), and which models can be; without DeepSpeed."""
+"""Whether a parameter is partitioned (ZeRO stage 3), and whether a model can be.
+
+DeepSpeed need not be installed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
-    """Whether DeepSpeed has cut a parameter into parts; it is empty then but while it is used."""
+    """Whether DeepSpeed has partitioned a parameter, which is empty then unless it is gathered."""
     return hasattr(parameter, "ds_shape")
 
 
@@ -23,10 +26,10 @@ def full_shape(parameter: torch.Tensor) -> torch.Size:
 
 @torch.no_grad()
 def check_every_layer_runs(model: PreTrainedModel) -> None:
-    """Refuse a model whose tokens decide which layers run, such as experts one by one.
+    """Refuse a model in which the tokens decide which layers run, as where experts are modules.
 
-    Ranks put a partitioned layer together when it runs: where it does not run on all of them, they
-    would wait for each other for ever.
+    A partitioned layer is gathered by all ranks when it runs. If it ran on some of them only, these
+    would wait for the others for ever.
 
     Args:
         model: Whole, and in evaluation mode.

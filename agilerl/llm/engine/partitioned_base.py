@@ -1,18 +1,18 @@
-"""ZeRO stage 3: the frozen base cut into one part per rank, put together layer by layer when used.
+"""ZeRO stage 3: the frozen base is partitioned over the ranks, and gathered layer by layer.
 
 Only the base is partitioned. Adapters are added afterwards and stay whole on every rank: they are
-small, and so several agents share the partitioned base as they share a whole one. Their optimizer
+small, and several agents can share the partitioned base as they share a whole one. Their optimizer
 is partitioned by ``zero.py``.
 
-The parts are put together by DeepSpeed's hooks around each layer's forward and backward, which are
-collectives: every rank has to run the decoder equally often. (And what it runs must not depend on
-the tokens, see ``check_every_layer_runs``.) In rollouts ranks do not know of each other's forwards:
-either the base is put together once and each goes its own way, or a rank that has no more of its
-own runs along with the others.
+DeepSpeed's hooks around each layer's forward and backward gather its weights. They are collectives:
+every rank must run the decoder equally often, and what it runs must not depend on the tokens (see
+``check_every_layer_runs``). In rollouts a rank does not know how many forwards the others run.
+Either the base is gathered once, and each rank generates by itself, or a rank that is done runs
+dummy forwards until all are done.
 
-When it converts a model, DeepSpeed also replaces ``torch.nn.functional.linear``, for the whole
-process, by one that keeps no weights for backward: else no layer's weights could be given up
-between its forward and its backward.
+When DeepSpeed converts a model it replaces ``torch.nn.functional.linear``, for the whole process,
+by one that keeps no weights for backward: otherwise a layer's weights could not be released between
+its forward and its backward.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def _empty_stack(*_: Any) -> None:
 
 
 class _Hooks(parameter_offload.DeepSpeedZeRoOffload):
-    """DeepSpeed's hooks, which can be told that all weights are there already."""
+    """DeepSpeed's hooks, which do nothing while the whole model is gathered (``passive``)."""
 
     passive = False
 
     def setup_zero_stage3_hooks(self) -> None:
         super().setup_zero_stage3_hooks()
-        # It records the order of layers for fetching ahead, and compares it between ranks in every
-        # forward: also in rollouts, where ranks run different numbers of them.
+        # This hook records the order of layers for prefetching, and compares it between ranks in
+        # every forward: also in rollouts, where ranks run different numbers of forwards.
         self.fwd_pre_hook.remove()
-        # The stack of running modules is of the whole process. It would keep this model alive, and
-        # all modules in which a recomputation for backward stopped early.
+        # The stack of running modules is a global of the process. It would keep this model alive,
+        # with all modules in which a recomputation for backward stopped early.
         self.module.register_forward_pre_hook(_empty_stack, prepend=True)
 
     def pre_sub_module_forward_function(self, sub_module: nn.Module) -> None:
@@ -66,7 +66,7 @@ class _Hooks(parameter_offload.DeepSpeedZeRoOffload):
 
 
 class GatheredHead(nn.Module):
-    """An output embedding whose weights are put together around its forward; a collective."""
+    """An output embedding whose weights are gathered around its forward; a collective."""
 
     def __init__(self, head: nn.Module, partition: PartitionedBase) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ class PartitionedBase:
 
     Args:
         model: Without adapters; the same on every rank. It stays partitioned.
-        ranks: Who holds the parts: all processes of torch's default group.
-        offload: Keep this rank's part in CPU memory.
-        gather_for_generation: Whether rollouts are to put the whole model together.
+        ranks: All processes of torch's default group; each holds one partition.
+        offload: Keep this rank's partition in CPU memory.
+        gather_for_generation: Whether rollouts gather the whole model.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class PartitionedBase:
             "train_batch_size": ranks.world_size,
             "zero_optimization": {"stage": 3},
         }
-        # Nothing is fetched ahead and nothing kept: layers run in one order in rollouts, in another
-        # in training, and DeepSpeed's prediction of it would be wrong half of the time.
+        # Nothing is prefetched and no weights are kept: layers run in one order in rollouts and in
+        # another in training, so that DeepSpeed's prediction would be wrong half of the time.
         self._hooks = _Hooks(
             model.base_model,
             timers=None,
@@ -127,12 +127,12 @@ class PartitionedBase:
                 remote_device="cpu" if offload else None,
             )
         self._head = list(head.parameters())
-        everything = [*model.base_model.parameters(), *self._head]
-        self._everything = list({id(p): p for p in everything}.values())
+        parameters = [*model.base_model.parameters(), *self._head]
+        self._parameters = list({id(p): p for p in parameters}.values())
 
     @contextlib.contextmanager
     def whole_head(self) -> Iterator[None]:
-        """Within it the head's weights are there; a collective."""
+        """Within it the head's weights are gathered; a collective."""
         if self._hooks.passive:
             yield
             return
@@ -141,9 +141,9 @@ class PartitionedBase:
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[None]:
-        """Within it all weights are there and no layer communicates; a collective; may be nested.
+        """Within it all weights are gathered, and layers do not communicate; may be nested.
 
-        Takes the memory of the whole base while it lasts.
+        A collective, which takes the memory of the whole base while it lasts.
 
         Raises:
             RuntimeError: Within :meth:`in_step`.
@@ -153,7 +153,7 @@ class PartitionedBase:
             return
         self._check_not_in_step()
         self._release_leftovers()
-        with GatheredParameters(self._everything):
+        with GatheredParameters(self._parameters):
             self._hooks.passive = True
             try:
                 yield
@@ -164,9 +164,10 @@ class PartitionedBase:
     def in_step(self) -> Iterator[None]:
         """Within it each rank may run the decoder as often as it likes; may be nested.
 
-        For forwards without gradients, every one followed by one of :class:`GatheredHead`. Ranks
-        enter and leave together. Each announces every run to all; one that leaves runs along, on a
-        single token, until no rank has announced any. An error is raised without waiting.
+        For forwards without gradients, each followed by one of :class:`GatheredHead`. Ranks enter
+        and leave together. A rank announces each of its forwards to the others. When it leaves it
+        runs dummy forwards on a single token until no rank announces one any more. An error is
+        raised at once, without waiting for the others.
         """
         if self._in_step or self._hooks.passive:
             yield
@@ -181,15 +182,15 @@ class PartitionedBase:
             self._in_step = False
             announce.remove()
         while self.most(0):
-            self._run_along()
+            self._run_dummy_forward()
 
     def _announce(self) -> None:
         # On the decoder's device, so that nobody waits for a result that is known.
         self.ranks.max(torch.ones((), dtype=torch.long, device=self._device))
 
     @torch.no_grad()
-    def _run_along(self) -> None:
-        """Take part in a forward of other ranks."""
+    def _run_dummy_forward(self) -> None:
+        """Take part in a forward of other ranks, on a single token."""
         ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         self._hooks.module(input_ids=ids, use_cache=False)
         with self.whole_head():
@@ -197,23 +198,23 @@ class PartitionedBase:
 
     @property
     def _device(self) -> torch.device:
-        return self._everything[0].device
+        return self._parameters[0].device
 
     def _check_not_in_step(self) -> None:
         if self._in_step:
             raise RuntimeError(
-                "within a rollout processes run the partitioned base each at their own pace: save, "
+                "within a rollout each process runs the partitioned base at its own pace: save, "
                 "load and learn outside of agent.rollout(), or set gather_for_generation=True"
             )
 
     def _release_leftovers(self) -> None:
-        """Part again what backward left whole.
+        """Partition again what backward left gathered.
 
         DeepSpeed releases a layer when the gradient of its input is there; layers below the first
         adapter have none.
         """
         self._hooks.release_backward_leftovers()
-        for parameter in self._everything:
+        for parameter in self._parameters:
             parameter.ds_active_sub_modules.clear()
             if parameter.ds_status == ZeroParamStatus.AVAILABLE:
                 parameter.partition()

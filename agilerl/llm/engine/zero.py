@@ -6,7 +6,7 @@ sight of DeepSpeed's hooks; a step hands the accumulated gradients over in one b
 handles. So there is one communication per optimizer step, ranks may run different numbers of
 micro-batches, and a discarded step never reached DeepSpeed. The price: until the step, a rank holds
 the whole gradient of its adapter, also with ZeRO 2. Of stage 3 this is the optimizer's side, which
-is that of stage 2; the base is partitioned in ``partition.py``.
+is that of stage 2; the base is partitioned in ``partitioned_base.py``.
 """
 
 from __future__ import annotations
