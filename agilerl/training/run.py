@@ -23,7 +23,7 @@ from agilerl.training.checkpoint.resume import read_resume
 from agilerl.training.checkpoint.run_checkpoint import RunCheckpoint, find_checkpoint
 from agilerl.training.checkpoint.run_directory import RunDirectory, lies_in
 from agilerl.training.checkpoint.run_state import check_plain, write_json
-from agilerl.training.logs.files import take_over_logs
+from agilerl.training.logs.resumed_files import take_over_logs
 from agilerl.training.logs.run_log import NoLog, RunLog
 from agilerl.training.loop import TrainingLoop
 from agilerl.training.options import TrainingOptions

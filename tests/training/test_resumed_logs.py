@@ -11,7 +11,8 @@ from interpreters import python
 from resume_helpers import After, files_up_to, make_agents, rows_of, run_reasoning, state_of
 
 from agilerl.training.experience import Sample
-from agilerl.training.logs.files import CompletionsFile, MetricsCsv, take_over_logs
+from agilerl.training.logs.files import CompletionsFile, MetricsCsv
+from agilerl.training.logs.resumed_files import take_over_logs
 from agilerl.training.logs.sinks import TensorBoardSink
 
 STATE: dict[str, Any] = {

@@ -99,8 +99,7 @@ class Elite(contextlib.ExitStack):
             return True
         if not trained:
             message = (
-                "%s holds the elite of an earlier run: it stays there until an evaluation of this "
-                "run is better than the one before training"
+                "%s holds the elite of an earlier run: it stays until training brings a better"
             )
             logger.warning(message, self.path)
             return False

@@ -22,23 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agilerl.llm.checkpoint.schema import mismatch
+from agilerl.training.checkpoint.run_state import RunState
+
 STATE_FILE = "run_state.json"
 SUMS_FILE = "SHA256SUMS"
 FORMAT = 1
 PARTIAL = ".partial"
 _NAME = re.compile(r"iteration_(\d+)(_evaluated)?")
 _AGENTS_ONLY = "load its agents with load_checkpoint, to start a new run with"
-# What a resumed run reads, and its types.
-_STATE: dict[str, Any] = {
-    "in_iteration": bool,
-    "wall_seconds": (int, float),
-    "iteration": int,
-    **dict.fromkeys(("run", "environment"), str),
-    **dict.fromkeys(("agents", "environments"), list),
-    **dict.fromkeys(("random", "log"), dict),
-}
-_COUNTS = ("index", "steps", "steps_of_run", "epochs_of_run", "flat_iterations", "environment")
-_AGENT = {"algo": str, **dict.fromkeys(_COUNTS, int)}
 
 
 @dataclass(frozen=True)
@@ -123,8 +115,11 @@ def read_checkpoint(path: Path) -> RunCheckpoint:
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
     if found != FORMAT:
         raise damaged(path, f"{file} has format {found!r}, but this version reads format {FORMAT}")
-    if wrong := _wrong_types(state):
-        raise damaged(path, f"{file} is damaged: {', '.join(wrong)} missing or of a wrong type")
+    wrong = mismatch(state, RunState)
+    if wrong is None and Path(state["run"]).name != state["run"]:
+        wrong = f"its run is {state['run']!r}, not the name of a folder"
+    if wrong is not None:
+        raise damaged(path, f"{file} is damaged: {wrong}")
     if state["in_iteration"]:
         raise ValueError(
             f"{path} was saved in the middle of iteration {state['iteration']}, which failed: a "
@@ -184,15 +179,3 @@ def _fitness(folder: Path) -> float:
         return -math.inf
     # No comparison with nan holds.
     return float(value) if isinstance(value, int | float) and value > -math.inf else -math.inf
-
-
-def _wrong_types(state: dict[str, Any]) -> list[str]:
-    """Names of values in ``run_state.json`` that a resumed run could not read."""
-    wrong = [name for name, kind in _STATE.items() if not isinstance(state.get(name), kind)]
-    for number, agent in enumerate([] if wrong else state["agents"]):
-        read = agent if isinstance(agent, dict) else {}
-        names = [name for name, kind in _AGENT.items() if not isinstance(read.get(name), kind)]
-        wrong += [f"agents[{number}].{name}" for name in names]
-    if not wrong and Path(state["run"]).name != state["run"]:  # it names a folder
-        wrong.append("run")
-    return wrong

@@ -1,18 +1,49 @@
-"""What ``run_state.json`` is made of: values that JSON gives back, and the random streams."""
+"""What ``run_state.json`` holds: its schema, values that JSON gives back, the random streams."""
 
-from __future__ import annotations
-
+# No postponed annotations here: TypedDict would not see NotRequired.
 import json
 import logging
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
+
+
+class MemberState(TypedDict):
+    """A member of the population; what else is noted of it is there to be read."""
+
+    index: int
+    algo: str
+    steps: int
+    steps_of_run: int
+    epochs_of_run: int
+    flat_iterations: int
+    lineage: NotRequired[list[dict[str, int]]]
+    environment: int  # position in RunState's list
+
+
+class RunState(TypedDict):
+    """``run_state.json``: all that a run is resumed from but its agents' own checkpoints."""
+
+    run: str
+    environment: str
+    iteration: int
+    in_iteration: bool
+    wall_seconds: float
+    fitness: float | None
+    best: dict[str, Any] | None
+    elite: dict[str, Any] | None
+    agents: list[MemberState]
+    environments: list[dict[str, Any]]
+    unevaluated_rows: list[dict[str, float]] | None
+    log: dict[str, Any]
+    random: dict[str, Any]
+    random_of_other_ranks: NotRequired[list[dict[str, Any]]]
 
 
 def check_plain(content: Any, name: str) -> None:
@@ -65,11 +96,7 @@ def random_streams() -> dict[str, Any]:
 
 
 def set_random_streams(saved: Mapping[str, Any]) -> None:
-    """Set the global streams to what :func:`random_streams` gave.
-
-    Streams of CUDA devices are left alone, with a line in the log, if there is now another number
-    of devices.
-    """
+    """Set the global streams to what :func:`random_streams` gave, CUDA's for as many devices."""
     streams = _decode(saved)
     python, cuda = streams["python"], streams["cuda"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -79,12 +106,8 @@ def set_random_streams(saved: Mapping[str, Any]) -> None:
     if cuda and len(cuda) == devices:
         torch.cuda.set_rng_state_all([torch.from_numpy(state) for state in cuda])
     elif cuda:
-        logger.warning(
-            "The checkpoint has random streams of %d CUDA devices, there are %d now: those streams "
-            "start afresh",
-            len(cuda),
-            devices,
-        )
+        message = "The checkpoint has random streams of %d CUDA devices, not %d: they start afresh"
+        logger.warning(message, len(cuda), devices)
 
 
 def _encode(value: Any) -> Any:

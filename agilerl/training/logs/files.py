@@ -1,11 +1,10 @@
-"""The two files that a run appends to, and how a resumed run takes over those of an earlier one."""
+"""The two files that a run appends to, ``metrics.csv`` and ``completions.jsonl``."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,10 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
 
 from agilerl.training.experience import Sample
-from agilerl.training.logs.line_file import LineFile
 from agilerl.training.protocols import Row
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -42,14 +38,19 @@ FIRST_COLUMNS = (
 
 
 class _LineLog(ABC, Generic[T]):
-    """A line per record, written at once.
+    """A file that grows by a line per record, each written at once and past any buffer.
 
-    Records that cannot be written are kept and written with the next one that can.
+    Records that cannot be written wait, and are written with the next one that can. The file holds
+    whole lines only, also on a disk that fills up meanwhile.
+
+    Args:
+        path: The file; lines are appended to one that exists.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = LineFile(path)
+        self.path = path
         self._waiting: list[T] = []
+        self._open()
 
     @abstractmethod
     def _lines(self, records: Sequence[T]) -> Sequence[str]:
@@ -62,7 +63,7 @@ class _LineLog(ABC, Generic[T]):
             OSError: If that is not possible now.
         """
         self._write_waiting()
-        self._file.sync()
+        os.fsync(self._file.fileno())
 
     def close(self, failed: bool = False) -> None:
         """Close the file.
@@ -75,10 +76,31 @@ class _LineLog(ABC, Generic[T]):
         finally:
             self._file.close()
 
+    def _open(self) -> None:
+        self._file = self.path.open("ab", buffering=0)
+        self._end = self.path.stat().st_size
+        with self.path.open("rb") as existing:
+            self.lines = sum(1 for _ in existing)
+        """Lines in the file, without those that wait."""
+
     def _write_waiting(self) -> None:
         lines = self._lines(self._waiting)  # first, as it may swap the file
-        self._file.append(lines)
+        self._append(lines)
         self._waiting.clear()
+
+    def _append(self, lines: Sequence[str]) -> None:
+        """Append lines, which end with a line break: all of them, or none and an OSError."""
+        # A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape.
+        data = "".join(lines).encode("utf-8", "backslashreplace")
+        written = 0
+        try:
+            while written < len(data):  # the last bytes that fit are no error yet
+                written += self._file.write(data[written:])
+        except OSError:
+            self._file.truncate(self._end)
+            raise
+        self._end += len(data)
+        self.lines += len(lines)
 
 
 class MetricsCsv(_LineLog[Row]):
@@ -92,7 +114,6 @@ class MetricsCsv(_LineLog[Row]):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self.columns = list(FIRST_COLUMNS)
         exists = path.exists()
         if exists:
@@ -100,12 +121,12 @@ class MetricsCsv(_LineLog[Row]):
                 self.columns = list(csv.DictReader(existing).fieldnames or FIRST_COLUMNS)
         super().__init__(path)
         if not exists:
-            self._file.append([self._line(dict(zip(self.columns, self.columns, strict=True)))])
+            self._append([self._line(dict(zip(self.columns, self.columns, strict=True)))])
 
     @property
     def rows(self) -> int:
         """Rows in the file, without those that wait."""
-        return self._file.lines - 1
+        return self.lines - 1
 
     def write(self, row: Row) -> None:
         """Append one row; columns it lacks stay empty.
@@ -138,8 +159,9 @@ class MetricsCsv(_LineLog[Row]):
             writer.writeheader()
             writer.writerows(rows)
 
-        _replace(self.path, write)
-        narrow, self._file = self._file, LineFile(self.path)
+        replace_file(self.path, write)
+        narrow = self._file
+        self._open()
         narrow.close()
         self.columns = columns
 
@@ -150,11 +172,6 @@ class CompletionsFile(_LineLog[str]):
     Args:
         path: The file; lines are appended to one that exists.
     """
-
-    @property
-    def lines(self) -> int:
-        """Lines in the file, without those that wait."""
-        return self._file.lines
 
     def write(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
         """Append the samples.
@@ -178,84 +195,7 @@ class CompletionsFile(_LineLog[str]):
         return records
 
 
-def take_over_logs(source: Path, target: Path, state: dict[str, Any]) -> None:
-    """Give a resumed run the rows and samples up to its checkpoint.
-
-    Later ones, and lines that a kill left incomplete, are left out: the run repeats them.
-
-    Args:
-        source: Run directory of the checkpoint.
-        target: Run directory of the resumed run; may be the same.
-        state: The checkpoint's state.
-    """
-    iteration = int(state["iteration"])
-    # Rows whose evaluation is still due are left out: they are written again, with it.
-    repeated = state["unevaluated_rows"]
-    rows_until = iteration - (repeated is not None)
-    rows = int(state["log"]["metrics_rows"]) - len(repeated or [])
-    takings: list[tuple[str, Callable[[Path, Path, int], int], int, int]] = [
-        (METRICS_FILE, _copy_rows, rows_until, rows),
-        (COMPLETIONS_FILE, _copy_samples, iteration, int(state["log"]["samples"])),
-    ]
-    for name, copy, until, noted in takings:
-        if not (source / name).exists():
-            logger.warning("%s is missing: %s starts afresh", source / name, target / name)
-            continue
-        kept = copy(source / name, target / name, until)
-        missing = noted - kept
-        if missing > 0:
-            logger.warning(
-                "%s lacks %d lines up to iteration %d that were there when the checkpoint was "
-                "written",
-                source / name,
-                missing,
-                until,
-            )
-
-
-def _copy_rows(source: Path, target: Path, until: int) -> int:
-    with source.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        columns = list(reader.fieldnames or FIRST_COLUMNS)
-        kept = [row for row in reader if _whole(row) and _within(row, until)]
-
-    def write(file: TextIO) -> None:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(kept)
-
-    _replace(target, write)
-    return len(kept)
-
-
-def _copy_samples(source: Path, target: Path, until: int) -> int:
-    # A line that a kill cut in two may end within a character.
-    with source.open(encoding="utf-8", errors="replace") as file:
-        kept = [line for line in file if _within(_parsed(line), until)]
-    _replace(target, lambda file: file.writelines(kept))
-    return len(kept)
-
-
-def _whole(row: dict[Any, Any]) -> bool:
-    """Whether a row has as many cells as there are columns."""
-    return None not in row and None not in row.values()
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line) if line.endswith("\n") else None
-    except ValueError:
-        return None
-
-
-def _within(record: Any, until: int) -> bool:
-    try:
-        return int(record["iteration"]) <= until
-    except (TypeError, KeyError, ValueError):
-        return False
-
-
-def _replace(path: Path, write: Callable[[TextIO], Any]) -> None:
+def replace_file(path: Path, write: Callable[[TextIO], Any]) -> None:
     """Swap in a file written anew, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     try:

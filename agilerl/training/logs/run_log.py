@@ -92,17 +92,17 @@ class RunLog:
         """
         for row in rows:
             for sink in self._sinks:
-                self._try(sink.write, row)
+                self._try(sink, sink.write, row)
         self._bar.update(consumed, rows)
 
     def write_samples(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
         """Append sample completions to ``completions.jsonl``."""
-        self._try(self._completions.write, iteration, agent, samples)
+        self._try(self._completions, self._completions.write, iteration, agent, samples)
 
     def sync(self) -> None:
         """Flush the files to disk, before a checkpoint that counts their lines."""
-        self._try(self._metrics.sync)
-        self._try(self._completions.sync)
+        self._try(self._metrics, self._metrics.sync)
+        self._try(self._completions, self._completions.sync)
 
     def state_dict(self) -> dict[str, Any]:
         """How much has been written, and the W&B run; JSON-compatible."""
@@ -119,26 +119,26 @@ class RunLog:
     def close(self, failed: bool = False) -> None:
         """Close all; ``failed`` marks the W&B run as crashed."""
         self._bar.close()
-        self._try(self._completions.close)
+        self._try(self._completions, self._completions.close)
         for sink in self._sinks:
-            self._try(sink.close, failed)
+            self._try(sink, sink.close, failed)
         if self._failing:
             logger.error("The run has ended, and metrics or samples that waited for room are lost")
 
-    def _try(self, write: Callable[..., None], *arguments: Any) -> None:
-        place = getattr(write, "__self__", write)
+    def _try(self, target: object, write: Callable[..., None], *arguments: Any) -> None:
+        """Call a method of ``target`` that may find no room, and say so once until it does."""
         try:
             write(*arguments)
         except OSError as error:
-            if place not in self._failing:
+            if target not in self._failing:
                 logger.error(
-                    "Metrics or samples cannot be written: %r. Training goes on, and they are "
+                    "Metrics or samples cannot be written: %r. Training continues, and they are "
                     "written once there is room",
                     error,
                 )
-            self._failing.add(place)
+            self._failing.add(target)
         else:
-            self._failing.discard(place)
+            self._failing.discard(target)
 
 
 class NoLog(RunLog):
