@@ -1,4 +1,4 @@
-"""How experiences come about: one completion per prompt, or whole episodes of several turns."""
+"""Collecting experiences: one completion per prompt, or whole episodes of several turns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ReasoningCollector:
         return self.env.num_epochs
 
     def collect(self, agent: Agent) -> Experience:
-        """Answer the pending batch of prompts with one group each, score it, draw the next batch.
+        """Complete the prompts of the batch, a group each, score that, and draw the next batch.
 
         Args:
             agent: The agent that acts.
@@ -154,7 +154,7 @@ class MultiTurnCollector:
 
     def evaluate(self, agent: Agent) -> np.ndarray:
         """Returns of the agent on the evaluation seeds."""
-        # As many at a time whoever played last, and whatever was left of the pass.
+        # The same batches whichever agent played last, and however many seeds its batch had.
         self.env.batch_size, self.env.group_size = self.order.batch_size, agent.group_size
         return agent.test(self.env)
 

@@ -134,19 +134,19 @@ def fit_context(env: Any, agents: Sequence[Agent]) -> None:
     """Give a multi-turn environment the agents' lengths where it has none; check those it has.
 
     Raises:
-        ValueError: If its rows could get longer than an agent's context, or an agent's answers
-            longer than its rows.
+        ValueError: If its rows could get longer than an agent's context, or an agent's
+            completions longer than its rows.
     """
     if not hasattr(env, "max_model_len"):
         return
     configs = [agent.sampling_config() for agent in agents]
     limit = min(config.max_model_len for config in configs)
-    answers = [config.max_new_tokens for config in configs if config.max_new_tokens is not None]
+    completions = [config.max_new_tokens for config in configs if config.max_new_tokens is not None]
     reserved = getattr(env, "max_output_tokens", None)
     if env.max_model_len is None:
         env.max_model_len = limit
-    if reserved is None and len(answers) == len(configs):
-        env.max_output_tokens = reserved = max(answers)
+    if reserved is None and len(completions) == len(configs):
+        env.max_output_tokens = reserved = max(completions)
     own, room = env.max_model_len, reserved or 1
     require(
         own <= limit,
@@ -158,7 +158,7 @@ def fit_context(env: Any, agents: Sequence[Agent]) -> None:
         require(
             config.max_model_len <= own or (most is not None and most <= room),
             f"env_factory made an environment with max_model_len={own} that keeps {room} tokens "
-            f"free for an answer, but an agent with max_model_len={config.max_model_len} may "
-            f"answer with up to {most or 'as many'} tokens (max_output_tokens): give all the same "
+            f"free for a completion, but an agent with max_model_len={config.max_model_len} may "
+            f"generate up to {most or 'as many'} tokens (max_output_tokens): give all the same "
             "max_model_len, or the environment the agents' largest max_output_tokens.",
         )

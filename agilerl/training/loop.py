@@ -1,4 +1,4 @@
-"""The one training loop: evaluate, collect, learn, log, checkpoint; stop cleanly when asked."""
+"""The training loop: evaluate, collect, learn, log, save; end cleanly when asked."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ FLAT_WINDOW = 10
 
 
 class Progress(Enum):
-    """What this call has done to the run: whether there is something to save, and as what."""
+    """What a call has done to its run, which decides whether there is something to save."""
 
     UNTRAINED = auto()
     """A new run before its first ``learn``: nothing would be lost."""
     RESUMED = auto()
-    """Where the checkpoint is that the run was resumed from."""
+    """At the checkpoint that the run was resumed from."""
     EVALUATED = auto()
-    """As RESUMED, but the evaluation that the checkpoint lacks has been made: this is saved under a
-    name of its own, beside that checkpoint."""
+    """As RESUMED, and the evaluation that the checkpoint lacks has been made: saved beside that
+    checkpoint, as ``iteration_<number>_evaluated``."""
     TRAINED = auto()
     """At least one ``learn`` has been called."""
 
@@ -162,7 +162,7 @@ class TrainingLoop:
             self.progress = Progress.EVALUATED
 
     def _run_iteration(self, stop: GracefulStop) -> bool:
-        """Returns whether the run has come to a bound: asked once, because time goes on."""
+        """Whether a bound is reached afterwards; asked once, as more time may pass until later."""
         self.iteration += 1
         rows: list[Row] = []
         try:
@@ -216,7 +216,7 @@ class TrainingLoop:
         leader, best = self.population.leader.agent, self.population.best
         fitness = float(leader.fitness[-1])
         better = best is None or fitness > best.fitness
-        # One that could not be saved is not noted, so that the next best takes its place on disk.
+        # One that could not be saved does not count, so that the next best is saved instead.
         if better and self.saver.save_elite(leader, trained=self.iteration > 0):
             self.population.best = Best(leader.index, fitness, self.iteration)
 

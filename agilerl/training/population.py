@@ -21,14 +21,14 @@ class Parent:
 
 @dataclass(eq=False)
 class Member:
-    """One place in the population: its agent, its collector, and what is counted for it."""
+    """A member of the population: its agent, its collector, and its counters."""
 
     agent: Agent
     collector: Collector
     start_steps: int
-    """Steps the agent had behind it before this run."""
+    """Steps that the agent had taken before this run."""
     start_epochs: int
-    """Passes its collector had behind it before this run."""
+    """Passes that its collector had completed before this run."""
     consumed: int = 0
     """Steps of this run."""
     flat_iterations: int = 0
@@ -38,7 +38,7 @@ class Member:
 
     @property
     def steps(self) -> int:
-        """Steps in the agent's life."""
+        """Steps that the agent has taken, in earlier runs too."""
         return self.start_steps + self.consumed
 
     @property
@@ -126,13 +126,13 @@ class Population:
         return max(self, key=lambda member: member.agent.fitness[-1])
 
     def replace(self, member: Member, agent: Agent, parent: Member, iteration: int) -> Agent:
-        """Put a new agent in a member's place, on its collector and with its count of steps.
+        """Replace a member's agent; its collector and its count of steps stay.
 
         ``population.replace(worst, best.agent.clone(index=worst.agent.index), best, iteration)``
         continues from the best agent where the worst one was.
 
         Args:
-            member: The place.
+            member: The member.
             agent: The new agent. It has the index of the old one, which names the member in logs
                 and checkpoints.
             parent: The member that it was cloned from.

@@ -27,7 +27,7 @@ class Engine(Protocol):
 
     @property
     def sharded(self) -> bool:
-        """Whether every process holds, and saves, a part of the optimizer's state."""
+        """Whether every process holds, and saves, a shard of the optimizer's state."""
 
 
 class Agent(Protocol):
@@ -122,7 +122,7 @@ class DistributedEnv(SingleTurnEnv, Protocol):
 
 
 class Collector(Protocol):
-    """How experiences come about. The only thing in which training functions differ."""
+    """Collects experiences. The only thing in which the training functions differ."""
 
     @property
     def num_epochs(self) -> int:
@@ -145,10 +145,10 @@ class Collector(Protocol):
 
 
 def missing_members(value: object, protocol: type) -> list[str]:
-    """Members of a protocol that an object of the user lacks, those of its bases left out.
+    """Members of a protocol that an object of the user lacks, not counting its bases'.
 
-    Other than ``isinstance``, which from Python 3.12 on takes no notice of ``__getattr__``, this
-    accepts wrappers that pass members on.
+    Unlike ``isinstance``, which from Python 3.12 on ignores ``__getattr__``, this accepts wrappers
+    that delegate to what they wrap.
     """
     names = dict.fromkeys([*vars(protocol), *protocol.__annotations__])
     members = [name for name in names if name == "__len__" or not name.startswith("_")]

@@ -31,9 +31,9 @@ SHARED_OPTIONS = (
     "save_elite",
     "elite_path",
 )
-"""Options that say what processes do together; what is shown and logged is rank 0's affair."""
+"""Options that have to be the same in all processes; showing and logging is done by rank 0."""
 PATIENCE = 5.0
-"""Seconds after which a file that another process wrote is taken not to come."""
+"""Seconds to wait for a file that another process wrote."""
 
 
 def training_ranks(accelerator: Any, agents: Sequence[Agent]) -> Ranks:
@@ -68,7 +68,7 @@ def per_process(name: str, count: int, ranks: Ranks) -> int:
 
 
 def check_same_options(population: Population, options: TrainingOptions, ranks: Ranks) -> None:
-    """Check that all processes are about to do the same; else they would wait for each other.
+    """Check that all processes do the same thing; otherwise they would wait for each other.
 
     Raises:
         ValueError: On all of them, naming the first difference.

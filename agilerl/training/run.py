@@ -133,7 +133,7 @@ def _opened_log(
     directory: RunDirectory,
     ranks: Ranks,
 ) -> RunLog:
-    """Write ``config.json`` and open the log, with the rows of the run that goes on."""
+    """Write ``config.json`` and open the log, with the rows of a run that is resumed."""
     config = _config(agents, options, directory.name, env_name)
     if checkpoint is not None:
         config["resumed"] = _resumptions(checkpoint)
@@ -161,7 +161,7 @@ def _say_where(
         return
     message = f"Run directory: {directory.path}"
     if checkpoint is not None:
-        message += f", going on from {checkpoint.path} (iteration {checkpoint.state['iteration']})"
+        message += f", resumed from {checkpoint.path} (iteration {checkpoint.state['iteration']})"
     logger.info(message)
     if options.verbose:
         log.say(message)
@@ -186,7 +186,7 @@ def _resumptions(checkpoint: RunCheckpoint) -> list[dict[str, Any]]:
 def _config(
     agents: Sequence[Agent], options: TrainingOptions, name: str, env_name: str
 ) -> dict[str, Any]:
-    """Facts about the run for ``config.json`` and W&B; no secrets."""
+    """Content of ``config.json`` and of the W&B configuration; no secrets."""
     # wandb_kwargs may carry a key in its settings, so neither it nor the key itself is noted.
     noted = [
         field.name

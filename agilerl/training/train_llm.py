@@ -55,8 +55,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     the whole test split before training, every ``evaluation_interval`` iterations and at the end.
     The run ends with the iteration in which an agent has consumed ``max_steps`` prompts or an
     environment has completed ``num_epochs`` passes in this call, whichever comes first. Ctrl-C ends
-    it after the running iteration, with a checkpoint, a second one at once; SIGTERM as the first,
-    and then the program, with exit code 0.
+    it after the current iteration, with a checkpoint, and a second Ctrl-C at once; SIGTERM does as
+    the first Ctrl-C and then ends the program, with exit code 0.
 
     The run directory is ``checkpoint_path``, or ``runs/<ALGO>-<environment>-<date>-<time>``. It
     holds ``metrics.csv``, ``completions.jsonl`` and ``config.json``; what an earlier run left there
@@ -68,17 +68,17 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
             iteration.
         env: The environment, such as ``ReasoningGym``, shared by all agents.
         env_fn: Instead of ``env``: called once per agent to make an environment each.
-        init_hp: Facts to note in ``config.json`` and the W&B configuration; they set nothing.
+        init_hp: Recorded in ``config.json`` and the W&B configuration; without effect otherwise.
         save_elite: Save the best agent whenever an evaluation brings a new best fitness.
         elite_path: Directory of that checkpoint. An earlier run's elite there is moved to
-            ``<elite_path>.earlier_1`` (2, 3, ...) when this run's first one is saved; the
-            evaluation before training saves none where an earlier one is.
+            ``<elite_path>.earlier_1`` (2, 3, ...) when this run saves its first one, which the
+            evaluation before training does not do where there is an earlier one.
         wb: Log to Weights & Biases.
         tensorboard: Log to TensorBoard.
         tensorboard_log_dir: Parent of this run's event folder; None: in the run directory.
         evo_steps: Not supported yet.
-        checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every so many iterations,
-            and after the last one.
+        checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every ``checkpoint_steps``
+            iterations, and after the last one.
         checkpoint_path: The run directory.
         tournament: Not supported yet.
         mutation: Not supported yet.
@@ -87,16 +87,17 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         evaluation_interval: Iterations from one evaluation to the next.
         max_reward: Completions with at least this reward count as accurate, 1.0 when None.
         verbose: Show a progress bar and the run directory.
-        accelerator: That of the agents, see :func:`agilerl.utils.llm_utils.create_llm_accelerator`;
-            None: the agents'.
+        accelerator: The one that the agents were given, see
+            :func:`agilerl.utils.llm_utils.create_llm_accelerator`; None stands for it.
         max_steps: Prompts to consume per agent; the last batch is not cut.
         num_epochs: Passes over the training data.
-        resume_from: A run checkpoint to go on from, or a run directory: its newest one. ``pop``
-            and the environment, made as for the run, give the models and the data; all else, from
-            hyperparameters to random streams, is the checkpoint's. In the same ``checkpoint_path``
-            the run's files are continued, another starts with their rows. See
-            ``docs/checkpoints.md``.
-        keep_checkpoints: Checkpoints to keep: so many last ones, and the one of highest fitness.
+        resume_from: A run checkpoint, or a run directory: its newest one. ``pop`` and the
+            environment, made as for the run, give the models and the data; all else, from
+            hyperparameters to random streams, is the checkpoint's. With the same
+            ``checkpoint_path`` the run's files are continued, with another they are copied up to
+            the checkpoint. See ``docs/checkpoints.md``.
+        keep_checkpoints: How many of the newest checkpoints to keep, besides the one of highest
+            fitness.
 
     Returns:
         ``pop``, trained.
@@ -109,7 +110,7 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         TypeError: For values of the wrong type; for an environment whose ``state_dict()`` is not
             plain JSON.
         NotImplementedError: For arguments that are not supported yet.
-        RuntimeError: If a run that is still going on, in whatever process, has this directory.
+        RuntimeError: If another run that has not ended, in any process, uses this directory.
         ImportError: If TensorBoard or W&B is asked for and not installed.
         SystemExit: With code 0, after SIGTERM to any of the processes, when all is saved.
     """
@@ -170,7 +171,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
 
     One iteration plays ``groups_per_iteration`` training seeds, ``group_size`` episodes each, all
     of them side by side, and calls ``learn`` once per agent: with rewards per turn, turn ids, and
-    whatever credit and ratio the agent is set to. The fitness is the mean return of
+    the credit assignment and ratio that the agent is set to. The fitness is the mean return of
     ``evaluation_episodes`` greedy episodes, on seeds that are the same for all agents and never
     trained on. Run directory, stopping, elites and evaluation times are as in
     :func:`finetune_llm_reasoning`; so is the reference policy, which moves after every pass over
@@ -183,7 +184,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
             ``TokenObservationWrapper``. Where its ``max_model_len`` or ``max_output_tokens`` is
             None, it gets the agents'.
         env_config: Keyword arguments of ``env_factory``.
-        init_hp: Facts to note in ``config.json`` and the W&B configuration; they set nothing.
+        init_hp: Recorded in ``config.json`` and the W&B configuration; without effect otherwise.
         max_steps: Environment steps (turns of an episode) per agent; None: no bound.
         save_elite: As in :func:`finetune_llm_reasoning`.
         elite_path: As there.
@@ -191,8 +192,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         tensorboard: Log to TensorBoard.
         tensorboard_log_dir: Parent of this run's event folder; None: in the run directory.
         evo_steps: Not supported yet.
-        checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every so many iterations,
-            and after the last one.
+        checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every ``checkpoint_steps``
+            iterations, and after the last one.
         checkpoint_path: The run directory.
         tournament: Not supported yet.
         mutation: Not supported yet.
@@ -204,13 +205,13 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         accelerator: As in :func:`finetune_llm_reasoning`.
         num_epochs: Passes over the training seeds; None: no bound.
         resume_from: As in :func:`finetune_llm_reasoning`.
-        max_wall_seconds: The run ends with the first iteration that has learned when so much time
-            has passed, that before it was resumed included.
+        max_wall_seconds: The run ends with the iteration in which it has taken this long, the time
+            before it was resumed included.
         keep_checkpoints: As in :func:`finetune_llm_reasoning`.
-        groups_per_iteration: Training seeds played at a time, over all processes.
+        groups_per_iteration: Training seeds played per iteration, over all processes.
         train_seeds: The training seeds are ``0 .. train_seeds - 1``.
         evaluation_episodes: Episodes of an evaluation.
-        seed: Of the order of the training seeds.
+        seed: Determines the order of the training seeds.
         max_workers: Environment steps at the same time, at most.
         reset_workers: Resets at the same time. Many environments seed and draw from the global
             ``random``, and two at once would mix; raise it for slow ones that do not.
@@ -223,13 +224,14 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         ``pop``, trained.
 
     Raises:
-        ValueError: For an argument that makes no sense, a context that does not fit, a checkpoint
-            that is damaged or another run's, or processes with different options.
+        ValueError: For bad values and combinations, naming the argument and the remedy; for an
+            environment that does not fit the agents' contexts; for a checkpoint that is damaged or
+            another run's; for processes with different options.
         FileNotFoundError: If ``resume_from`` holds no complete checkpoint.
         TypeError: For an argument of the wrong type, or an environment of the wrong kind.
         NotImplementedError: For arguments that are not supported yet.
         EnvironmentFailure: If more than half of a batch of episodes failed.
-        RuntimeError: If a run that is still going on, in whatever process, has this directory.
+        RuntimeError: If another run that has not ended, in any process, uses this directory.
         ImportError: If TensorBoard or W&B is asked for and not installed.
         SystemExit: With code 0, after SIGTERM to any of the processes, when all is saved.
     """

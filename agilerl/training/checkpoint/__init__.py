@@ -1,1 +1,1 @@
-"""Saving a run and going on with it: run directories, run checkpoints, the elite."""
+"""Saving and resuming runs: run directories, run checkpoints, the elite."""

@@ -1,4 +1,4 @@
-"""The best agent's checkpoint, which takes the place of an earlier run's with care."""
+"""The best agent's checkpoint; one that an earlier run left is kept."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Elite(contextlib.ExitStack):
         ranks: The processes of the run, which must all call every method; rank 0 writes.
 
     Raises:
-        RuntimeError: If another run that is still going on, in whatever process, saves there.
+        RuntimeError: If another run that has not ended, in any process, saves there.
         ValueError: If it holds files that are no checkpoint, which saving would remove.
     """
 

@@ -56,7 +56,7 @@ def _read_run(path: Path, population: Population, env_name: str) -> RunCheckpoin
 
 
 def _data(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a collector's state what does not change while a run goes on."""
+    """What does not change in a collector's state while a run trains."""
     fixed = {name: state["position"].get(name) for name in ("rows", "seed")} | dict(state)
     del fixed["position"]
     return {f"{name} of the environment": value for name, value in fixed.items()}

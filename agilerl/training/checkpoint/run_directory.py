@@ -31,7 +31,7 @@ from agilerl.training.protocols import Agent
 
 logger = logging.getLogger(__name__)
 
-# What a run leaves in its folder, but for W&B's folder, which tells runs apart itself.
+# What a run leaves in its folder, but for W&B's folder, which has a folder per run.
 _LOGS = ("metrics.csv", "completions.jsonl", "config.json", "tensorboard")
 _CHECKPOINTS = ("iteration_*", "crashed_in_iteration_*")
 
@@ -49,7 +49,7 @@ class RunDirectory(contextlib.ExitStack):
         ranks: The processes of the run, which must all call every method; rank 0 writes.
 
     Raises:
-        RuntimeError: If another run that is still going on, in whatever process, writes there.
+        RuntimeError: If another run that has not ended, in any process, writes there.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ def lock_until_closed(
     """Lock the ``path`` that ``argument`` names, until ``stack`` is closed or the process is gone.
 
     Raises:
-        RuntimeError: If another run that is still going on, in whatever process, has it.
+        RuntimeError: If another run that has not ended, in any process, uses it.
     """
     try:
         stack.callback(unlock, lock(path))

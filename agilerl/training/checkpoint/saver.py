@@ -1,4 +1,4 @@
-"""Saving a run: on schedule, at the end, after a stop, after a crash; and what is said about it."""
+"""Saving a run: on schedule, at the end, after a stop, after a crash; and reporting it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """One place that takes rows."""
+    """Where rows go."""
 
     def write(self, row: Row) -> None:
         """Take one row, so that it outlives a kill right after."""
@@ -35,16 +35,16 @@ class Sink(Protocol):
 class RunLog:
     """Everything one run writes into ``directory`` while it goes, opened together.
 
-    A full disk does not end the run: what cannot be written is said once, waits, and is tried again
-    with the next row.
+    A full disk does not end the run: what cannot be written is reported once, waits, and is tried
+    again with the next row.
 
     Args:
         directory: The run's folder, without files of another run.
         name: Name of the run in TensorBoard and W&B.
         options: Which of the trackers were asked for.
-        config: Facts for the trackers.
+        config: What the trackers show as the configuration.
         total: Steps per agent of the whole run, None when unknown.
-        resumed: State of the checkpoint that the run goes on from, if it does.
+        resumed: State of the checkpoint that the run is resumed from, if any.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class NoLog(RunLog):
         return {}
 
     def say(self, message: str) -> None:
-        """Nothing; rank 0 says it."""
+        """Nothing; rank 0 prints it."""
 
     def close(self, failed: bool = False) -> None:
         """Nothing."""

@@ -74,10 +74,10 @@ class WandbSink:
     Args:
         name: Name of the W&B run.
         directory: Parent of W&B's own ``wandb`` folder.
-        config: Facts shown as the run's configuration.
+        config: What is shown as the run's configuration.
         kwargs: Further arguments of ``wandb.init``; they win over the ones set here.
         api_key: Handed to W&B in memory; unlike ``wandb.login`` this writes it to no file.
-        run_id: The W&B run to go on with; None: a new one.
+        run_id: The W&B run to continue; None: a new one.
     """
 
     def __init__(
