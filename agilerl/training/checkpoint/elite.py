@@ -98,9 +98,7 @@ class Elite(contextlib.ExitStack):
         if not holds_directory(self.path, ATTRIBUTES_FILE):
             return True
         if not trained:
-            message = (
-                "%s holds the elite of an earlier run: it stays until training brings a better"
-            )
+            message = "%s holds the elite of an earlier run: it stays there until training helps"
             logger.warning(message, self.path)
             return False
         moved = move_aside(self.path, ATTRIBUTES_FILE)
