@@ -311,10 +311,10 @@ def _checked_tasks(name: str, tasks: Any) -> list[Task] | TaskFunction:
 def _checked_task(task: Any) -> Task:
     InstanceOf(Mapping, "a dict with question and answer", optional=False)("a task", task)
     missing = [key for key in ("question", "answer") if key not in task]
-    require(
-        not missing,
-        f"the task {shorten(task)} has no {' and no '.join(missing)}; a task is a dict with both",
-    )
+    if missing:
+        raise ValueError(
+            f"the task {shorten(task)} has no {' and no '.join(missing)}; a task is a dict with both"
+        )
     InstanceOf(str, "text", optional=False)("a task's question", task["question"])
     checked: Task = task
     return checked
