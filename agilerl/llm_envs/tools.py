@@ -313,7 +313,7 @@ def _checked_task(task: Any) -> Task:
     missing = [key for key in ("question", "answer") if key not in task]
     if missing:
         raise ValueError(
-            f"the task {shorten(task)} has no {' and no '.join(missing)}; a task is a dict with both"
+            f"the task {shorten(task)} has no {' and no '.join(missing)}; it must have both"
         )
     InstanceOf(str, "text", optional=False)("a task's question", task["question"])
     checked: Task = task

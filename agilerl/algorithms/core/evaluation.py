@@ -1,4 +1,4 @@
-"""Greedy rewards of an agent on the held-out data of an environment."""
+"""The rewards of answers on the held-out data of an environment."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from agilerl.typing import Act, EvaluableEnv, Evaluation, MultiTurnEnv
 
 
 def evaluate(env: Any, act: Act, loop: int) -> torch.Tensor:
-    """Rewards ``(N,)`` float32 on the CPU: of this process's share, ``loop`` times over.
+    """Rewards ``(N,)`` float32 on the CPU, of this process's share of the data.
 
     Args:
-        env: What is evaluated on.
-        act: Answers prompts, greedily.
-        loop: How many times to go through the held-out data.
+        env: An ``EvaluableEnv``, or a ``MultiTurnEnv``, whose seeds 0 to ``loop - 1`` are played.
+        act: Answers prompts.
+        loop: Times to go through the data.
 
     Raises:
         TypeError: If the environment cannot be evaluated, or ``loop`` is no integer.
@@ -31,7 +31,6 @@ def evaluate(env: Any, act: Act, loop: int) -> torch.Tensor:
         "agilerl.typing.EvaluableEnv or MultiTurnEnv",
         TypeError,
     )
-
     if isinstance(env, EvaluableEnv):
         evaluation = env.evaluate(act, loop)
     else:
