@@ -34,9 +34,9 @@ help:
 
 install: $(VENV)/.installed-dev
 
-# Tests that share what they launched, an xdist_group, go to one worker; the others to whoever is free.
-# Without restarts a worker that crashed or hung ends the run; a new one would run into the same test.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --max-worker-restart 0
+# Tests go one by one to the worker that is free. Without restarts a worker that crashed or hung ends
+# the run; a new one would run into the same test.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxschedchunk 1 --max-worker-restart 0
 
 test: lint
 	$(PYTEST) $(ARGS)

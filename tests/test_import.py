@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from launched_once import launched_once
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("imports")]
+pytestmark = pytest.mark.process
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "accelerate", "numpy")
 OPTIONAL = (
@@ -55,12 +57,16 @@ print(json.dumps(reports))
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    found: dict[str, Any] = json.loads(done.stdout)
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    def launch(folder: Path) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        (folder / "reports.json").write_text(done.stdout)
+
+    folder = launched_once(tmp_path_factory, "imports", launch)
+    found: dict[str, Any] = json.loads((folder / "reports.json").read_text())
     return found
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_sigkill_at_every_step_of_a_save(tmp_path: Path) -> None:
     script = Path(__file__).with_name("kill_during_save.py")

@@ -1,4 +1,4 @@
-"""Two real gloo ranks, started once; the tests read what they wrote."""
+"""Two real gloo ranks, started once for all workers; the tests read what they wrote."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from launched_once import launched_once
 from torchrun import HERE, torchrun
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the ranks found, all cases under all settings; they are started for the first test."""
-    path = tmp_path_factory.mktemp("ranks")
-    torchrun(HERE / "run_cases.py", str(path))
-    return path
+    return launched_once(
+        tmp_path_factory, "ranks", lambda path: print(torchrun(HERE / "run_cases.py", str(path)))
+    )
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from agilerl.algorithms import GRPO
 from agilerl.testing import tiny_model
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 Ranks = list[dict[str, Any]]
 TOLERANCE = 1e-6

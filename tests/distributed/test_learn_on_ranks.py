@@ -22,7 +22,7 @@ from agilerl.llm.losses import policy_loss, reduction_weights
 from agilerl.llm.policy import scatter_actions
 from agilerl.llm.update import SkippedSteps
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 Ranks = list[dict[str, Any]]
 TOLERANCE = 1e-6

@@ -11,7 +11,7 @@ from agents_and_batches import data, make_agent, weights
 from case_settings import each_setting
 from cases_populations import RATES
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 Ranks = list[dict[str, Any]]
 

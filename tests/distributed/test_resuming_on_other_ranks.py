@@ -14,7 +14,7 @@ from training_runs import reasoning, sums, write_result
 
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 SETTINGS = settings_of("another_number_of_ranks")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from launched_once import launched_once
 from launchers import kill_launcher
 from learn_from_sampler import MISSING, learned
 from torchrun import HERE, torchrun
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("training")]
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 SCRIPT = HERE / "run_training.py"
 SETTINGS = ["ddp", "zero2", "zero3"]
@@ -51,9 +53,11 @@ def assert_same(run: Path, other: Path) -> None:
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of four iterations under every setting: ``<setting>_<name>_whole`` and ``_parts``."""
-    folder = tmp_path_factory.mktemp("exact")
-    (folder / "output").write_text(torchrun(SCRIPT, str(folder), "exact"))
-    return folder
+
+    def launch(folder: Path) -> None:
+        (folder / "output").write_text(torchrun(SCRIPT, str(folder), "exact"))
+
+    return launched_once(tmp_path_factory, "exact", launch)
 
 
 @dataclass(frozen=True)
@@ -130,16 +134,20 @@ def launched(folder: Path, *runs: str) -> Iterator[Launched]:
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
     """A user's script, started three times: stopped by the launcher, by a process, by a death."""
-    folder, ends = tmp_path_factory.mktemp("stopped"), []
-    with launched(folder, "reasoning:pause") as first:
-        first.stop_in_pause(to="launcher", processes_told=2)
-        ends.append(first.ended())
-    with launched(folder, "reasoning", "multi_turn:pause") as second:
-        second.stop_in_pause(to="rank 1", processes_told=1)
-        ends.append(second.ended())
-    with launched(folder, "multi_turn", "reasoning:die") as third:
-        ends.append(third.ended())
-    return folder, ends
+
+    def launch(folder: Path) -> None:
+        with launched(folder, "reasoning:pause") as first:
+            first.stop_in_pause(to="launcher", processes_told=2)
+            ends = [first.ended()]
+        with launched(folder, "reasoning", "multi_turn:pause") as second:
+            second.stop_in_pause(to="rank 1", processes_told=1)
+            ends.append(second.ended())
+        with launched(folder, "multi_turn", "reasoning:die") as third:
+            ends.append(third.ended())
+        (folder / "ends").write_bytes(pickle.dumps(ends))
+
+    folder = launched_once(tmp_path_factory, "stopped", launch)
+    return folder, pickle.loads((folder / "ends").read_bytes())
 
 
 @pytest.mark.parametrize("name", NAMES)

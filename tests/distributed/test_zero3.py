@@ -15,7 +15,7 @@ from cases_zero3 import MODELS, TURNS_OF_RANK, agent_on, answers, rolled_out, tu
 from agilerl.algorithms import GRPO
 from agilerl.testing import tiny_model
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 Ranks = list[dict[str, Any]]
 TOLERANCE = 1e-6
