@@ -14,6 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from agilerl.checks import require
+
 DEFAULT_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 
 
@@ -48,10 +50,10 @@ def scope_lora_config(config: LoraConfig, model: nn.Module, scope: str | None) -
         if scope in name.split(".")[:-1]
         and (wanted is None or wanted == "all-linear" or _matches(name, wanted))
     ]
-    if not names:
-        raise ValueError(
-            f"lora_target_scope {scope!r} holds no linear layer that lora_config targets ({wanted})"
-        )
+    require(
+        bool(names),
+        f"lora_target_scope {scope!r} holds no linear layer that lora_config targets ({wanted})",
+    )
     config.target_modules = set(names)
     return config
 
@@ -63,37 +65,39 @@ def check_needs_no_weights(config: LoraConfig, model: PreTrainedModel) -> None:
         ValueError: The config trains whole modules, is of a kind such as DoRA, or targets the head.
     """
     for name in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"):
-        if getattr(config, name, None):
-            raise ValueError(
-                f"lora_config.{name} is {getattr(config, name)!r}, but it needs whole weights of "
-                "the base, which ZeRO stage 3 partitions; leave it unset (and experts out of "
-                "target_modules), or use zero_stage 2"
-            )
+        value = vars(config).get(name)
+        require(
+            not value,
+            f"lora_config.{name} is {value!r}, but it needs whole weights of the base, which ZeRO "
+            "stage 3 partitions; leave it unset (and experts out of target_modules), or use "
+            "zero_stage 2",
+        )
     if config.target_modules in (None, "all-linear"):  # neither includes the head
         return
     head = model.get_output_embeddings()
     (path,) = [name for name, module in model.named_modules() if module is head]
-    if check_target_module_exists(config, path):
-        raise ValueError(
-            f"lora_config.target_modules {config.target_modules!r} include the head ({path}), "
-            "which ZeRO stage 3 puts together only while log-probs are computed; leave it out, or "
-            "use zero_stage 2"
-        )
+    require(
+        not check_target_module_exists(config, path),
+        f"lora_config.target_modules {config.target_modules!r} include the head ({path}), which "
+        "ZeRO stage 3 gathers only while log-probs are computed; leave it out, or use zero_stage 2",
+    )
 
 
 def _check_base_stays(config: LoraConfig) -> None:
     """Raise ValueError for options that train or rewrite weights of the base, which is shared."""
-    if config.bias != "none":
-        raise ValueError(
-            f'lora_config.bias is {config.bias!r}; the base is shared and frozen, use bias="none"'
-        )
-    if config.init_lora_weights not in BASE_PRESERVING_INITS:
-        raise ValueError(
-            f"lora_config.init_lora_weights is {config.init_lora_weights!r}, which may rewrite the "
-            f"base's weights, and these are shared; use one of {BASE_PRESERVING_INITS}"
-        )
-    if config.layer_replication is not None:
-        raise ValueError("lora_config.layer_replication changes the shared base; leave it unset")
+    require(
+        config.bias == "none",
+        f'lora_config.bias is {config.bias!r}; the base is shared and frozen, use bias="none"',
+    )
+    require(
+        config.init_lora_weights in BASE_PRESERVING_INITS,
+        f"lora_config.init_lora_weights is {config.init_lora_weights!r}, which may rewrite the "
+        f"base's weights, and these are shared; use one of {BASE_PRESERVING_INITS}",
+    )
+    require(
+        config.layer_replication is None,
+        "lora_config.layer_replication changes the shared base; leave it unset",
+    )
 
 
 def _linear_layers(model: nn.Module) -> list[str]:

@@ -47,6 +47,21 @@ def test_summed_gradients_are_clipped_and_unused_parameters_are_left_alone() -> 
     assert used.grad is None
 
 
+@pytest.mark.parametrize("cls", [LocalEngine, AllReduceEngine])
+def test_a_loss_scale_is_undone_at_the_step_and_lasts_until_then(cls: type[LocalEngine]) -> None:
+    found = []
+    for scale in (1.0, 2.0**10):
+        parameter = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float16).float())
+        engine = cls([parameter], 0.1, None, *[Ranks()] * (cls is AllReduceEngine))
+        engine.loss_scale = scale
+        for _ in range(2):  # accumulated
+            engine.backward((parameter.half() * 2.0**-30).float().sum())
+        found.append((engine.step(1e9), parameter.detach()))
+        assert engine.loss_scale == 1.0
+    assert found[0][0] == 0.0, "float16 has no such small numbers"
+    assert found[1][0] == pytest.approx(2 * 2**0.5 * 2.0**-30)
+
+
 @pytest.mark.parametrize("values", [[], [2.0], [1.0, 2.0, 4.0]])
 def test_mean_and_std_are_unbiased(values: list[float]) -> None:
     tensor = torch.tensor(values)

@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
 from agilerl.algorithms.core.argument_rules import check_network
+from agilerl.checks import require
 from agilerl.distributed import Ranks, ranks_of
 from agilerl.llm.adapters import default_lora_config, scope_lora_config
 from agilerl.llm.causal_lm import check_pad_token
@@ -112,23 +113,23 @@ def check_partitioning(
     base = SharedBase.known(model)
     partitioned = any(is_partitioned(parameter) for parameter in model.parameters())
     wanted = partitions_base(accelerator)
-    if partitioned and (base is None or base.partition is None):
-        raise ValueError(
-            "actor_network was partitioned when it was made, as transformers does where an "
-            "Accelerator is for ZeRO stage 3; use agilerl.utils.llm_utils.create_llm_accelerator, "
-            "or call transformers.integrations.unset_hf_deepspeed_config() before loading the "
-            "model: agents partition it themselves"
-        )
-    if partitioned and not wanted:
-        raise ValueError(
-            "actor_network is partitioned over processes, but accelerator is not for ZeRO stage 3; "
-            "pass the accelerator of the agents that it was partitioned for, or another model"
-        )
-    if wanted and not partitioned and base is not None and base.peft is not None:
-        raise ValueError(
-            "accelerator asks for ZeRO stage 3, but actor_network serves other agents without it; "
-            "clean these up first, or pass another model"
-        )
+    require(
+        not partitioned or (base is not None and base.partition is not None),
+        "actor_network was partitioned when it was made, as transformers does where an Accelerator "
+        "is for ZeRO stage 3; use agilerl.utils.llm_utils.create_llm_accelerator, or call "
+        "transformers.integrations.unset_hf_deepspeed_config() before loading the model: agents "
+        "partition it themselves",
+    )
+    require(
+        wanted or not partitioned,
+        "actor_network is partitioned over processes, but accelerator is not for ZeRO stage 3; "
+        "pass the accelerator of the agents that it was partitioned for, or another model",
+    )
+    require(
+        partitioned or not wanted or base is None or base.peft is None,
+        "accelerator asks for ZeRO stage 3, but actor_network serves other agents without it; "
+        "clean these up first, or pass another model",
+    )
     return partitioned
 
 
@@ -141,19 +142,19 @@ def move_to_device(model: PreTrainedModel, device: torch.device) -> None:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     spread = {parameter.device for parameter in model.parameters()}
-    if len(spread) > 1:
-        raise ValueError(
-            f"actor_network is spread over {sorted(map(str, spread))}; load it onto one device"
-        )
+    require(
+        len(spread) == 1,
+        f"actor_network is spread over {sorted(map(str, spread))}; load it onto one device",
+    )
     (here,) = spread
     if here == device:
         return
     base = SharedBase.known(model)
-    if base is not None and (base.peft is not None or base.partition is not None):
-        raise ValueError(
-            f"device is {str(device)!r}, but actor_network is in use by another agent on "
-            f"{str(here)!r}; pass device={str(here)!r}"
-        )
+    require(
+        base is None or (base.peft is None and base.partition is None),
+        f"device is {str(device)!r}, but actor_network is in use by another agent on "
+        f"{str(here)!r}; pass device={str(here)!r}",
+    )
     logger.warning("the model moves from %s to %s, the agent's device", here, device)
     model.to(device)
 
@@ -170,11 +171,11 @@ def check_same_weights(model: PreTrainedModel, ranks: Ranks) -> None:
         p.detach().flatten()[:: p.numel() // 64 + 1].double().sum() for p in model.parameters()
     ]
     own = torch.stack(sample).nan_to_num()
-    if not torch.equal(ranks.max(own), -ranks.max(-own)):
-        raise ValueError(
-            "actor_network has other weights on other processes; load the same checkpoint on all "
-            "of them, or seed its initialisation alike"
-        )
+    require(
+        torch.equal(ranks.max(own), -ranks.max(-own)),
+        "actor_network has other weights on other processes; load the same checkpoint on all of "
+        "them, or seed its initialisation alike",
+    )
 
 
 def without_peft(
@@ -198,11 +199,11 @@ def without_peft(
 
 def _unwrap(network: PeftModel) -> PretrainedAdapter:
     base = SharedBase.known(network.get_base_model())
-    if base is not None and base.peft is not None:
-        raise ValueError(
-            "actor_network carries the adapters of living agents; pass their plain base model "
-            "(agent.policy.base.model) instead, or use agent.clone()"
-        )
+    require(
+        base is None or base.peft is None,
+        "actor_network carries the adapters of living agents; pass their plain base model "
+        "(agent.policy.base.model) instead, or use agent.clone()",
+    )
     slot = network.active_adapters[0]
     config = network.peft_config[slot]
     if not isinstance(config, LoraConfig):
