@@ -1,14 +1,12 @@
-"""A living agent set back to exactly where a checkpoint was written, as resumed runs need it.
+"""Restores an agent exactly as it was saved, as resumed runs need it.
 
-``load_checkpoint`` loads weights into an agent that keeps its hyperparameters; here everything
-comes from the checkpoint except the model that the agent sits on.
+``load_checkpoint`` leaves an agent its hyperparameters; here everything but the base model comes
+from the checkpoint.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,40 +34,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedAgent:
-    """A checkpoint that was read, and found to fit the agent."""
+    """A checkpoint that was read and fits the agent."""
 
     agent: LoRAAgent
     path: Path
     adapters: dict[str, dict[str, torch.Tensor]]
     """Tensors by role."""
-    settings: dict[str, Any]
-    """Hyperparameters."""
-    history: dict[str, Any]
+    attributes: dict[str, Any]
+    """Hyperparameters and history."""
     rng: torch.Generator
     engine: LocalEngine
     """A new engine with the saved optimizer and schedule."""
-    bad_steps: int
+    skipped_steps: int
 
     def restore(self) -> None:
         """Set the agent back."""
         agent = self.agent
         for role, tensors in self.adapters.items():
             lora_merging.write_adapter(agent.policy, role, tensors)
-        agent.set_attributes(self.settings | self.history)
+        agent.set_attributes(self.attributes)
         agent.rng.set_state(self.rng.get_state())
         agent.engine.close()
         agent.engine = self.engine
-        agent.skipped_steps.in_a_row = self.bad_steps
+        agent.skipped_steps.in_a_row = self.skipped_steps
         agent.skipped_steps.last_checkpoint = str(self.path)
         agent.policy.set_role("actor")
 
 
 def read_saved_agent(agent: LoRAAgent, path: Path) -> SavedAgent:
-    """Read a checkpoint for an agent built like the one it is of; changes nothing yet.
-
-    Args:
-        agent: The agent to set back.
-        path: A checkpoint with adapters and optimizer, as ``save_checkpoint(path)`` writes it.
+    """Read a checkpoint, with its optimizer, for an agent built as the saved one; changes nothing.
 
     Raises:
         DamagedCheckpointError: If a file is missing or damaged.
@@ -98,17 +91,20 @@ def read_saved_agent(agent: LoRAAgent, path: Path) -> SavedAgent:
     settings = _settings(agent, saved)
     history, rng = saved_history(saved, agent._history), saved_generator(saved, ranks)
     # Last, as from here on there is an engine that would have to be closed.
-    with _having(agent, settings):
+    own = agent.attributes(settings)
+    try:
+        agent.set_attributes(settings)
         engine = restored_engine(agent, saved.optimizer)
+    finally:
+        agent.set_attributes(own)
     return SavedAgent(
         agent=agent,
         path=path,
         adapters=adapters,
-        settings=settings,
-        history=history,
+        attributes=settings | history,
         rng=rng,
         engine=engine,
-        bad_steps=saved.attributes.get("bad_steps", 0),
+        skipped_steps=saved.attributes.get("bad_steps", 0),
     )
 
 
@@ -118,10 +114,8 @@ def _check_identity(agent: LoRAAgent, saved: SavedCheckpoint) -> None:
         "algorithm is": (attributes["algo"], agent.algo),
         "index is": (attributes["history"]["index"], agent.index),
         "adapters are": (sorted(saved.adapters), sorted(agent.policy.slots)),
-        "base weights are": (
-            attributes.get("base_fingerprint", base),
-            base,
-        ),  # absent in older ones
+        # Absent in older checkpoints.
+        "base weights are": (attributes.get("base_fingerprint", base), base),
     }
     for what, (theirs, own) in pairs.items():
         require(
@@ -152,18 +146,7 @@ def _settings(agent: LoRAAgent, checkpoint: SavedCheckpoint) -> dict[str, Any]:
         rank_batch_size(arguments.get("batch_size", agent.batch_size), agent.accelerator)
     except ValueError as error:
         raise ValueError(
-            f"{checkpoint.path} cannot be gone on with here: its {error}. Hyperparameters are the "
+            f"{checkpoint.path} cannot be resumed here: its {error}. Hyperparameters are the "
             "checkpoint's, so use another number of processes"
         ) from error
     return {name: arguments[name] for name in taken}
-
-
-@contextlib.contextmanager
-def _having(agent: LoRAAgent, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Within it the agent has other hyperparameters."""
-    before = agent.attributes(settings)
-    try:
-        agent.set_attributes(settings)
-        yield
-    finally:
-        agent.set_attributes(before)

@@ -17,18 +17,11 @@ from agilerl.llm.checkpoint.schema import AdapterConfig, check, damaged, reading
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
-# Says where an adapter came from or how it was initialised, which needs no repetition.
+# Where an adapter came from and how it was initialised.
 _IGNORED = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "corda_config",
-    "eva_config",
-    "loftq_config",
-    "lora_ga_config",
-    "peft_version",
-    "revision",
-    "runtime_config",
-}
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "loftq_config",
+    "lora_ga_config", "peft_version", "revision", "runtime_config",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

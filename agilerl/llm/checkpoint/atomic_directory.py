@@ -1,11 +1,11 @@
 """Directories that are replaced as a whole: a kill at any instant leaves the old or the new one.
 
-A directory counts as whole when it holds its ``marker`` file. Beside ``models/run`` there may be
+A directory is complete when it holds its ``marker`` file. Beside ``models/run`` there may be
 
 * ``models/.run.<8 hex digits>.tmp``: being written, or left behind by a writer that was killed,
 * ``models/.run.previous``: what ``models/run`` held before the save that is replacing it,
 * ``models/.run.lock``: while a run owns the name, see :func:`lock_name`,
-* ``models/run.earlier_1``: what was moved out of the way for good.
+* ``models/run.earlier_1``: moved there by :func:`move_aside`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar, cast
 
+from agilerl.checks import require
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -29,14 +31,11 @@ READ_ATTEMPTS = 5
 
 @contextlib.contextmanager
 def atomic_directory(path: Path, marker: str) -> Iterator[Path]:
-    """Write a directory under a temporary name; on leaving, sync and rename it.
+    """Write a directory under a temporary name, which is yielded; at the end, sync and rename it.
 
     Args:
-        path: Where it shall be; an earlier one there is replaced.
+        path: Its final name; an earlier directory there is replaced.
         marker: File that the caller writes into it.
-
-    Yields:
-        The temporary directory.
 
     Raises:
         FileExistsError: If ``path`` holds something else, which replacing would destroy.
@@ -49,7 +48,7 @@ def atomic_directory(path: Path, marker: str) -> Iterator[Path]:
     temporary.mkdir()
     # Held until the end, or until the kernel releases it for a process that was killed: that is
     # how the next writer tells a leftover from work in progress.
-    lock = _lock(temporary)
+    lock = _try_lock(temporary)
     try:
         yield temporary
         sync_tree(temporary)
@@ -69,28 +68,25 @@ def complete_directory(path: Path, marker: str) -> Path:
     path = path.expanduser().resolve()
     if (path / marker).is_file():
         return path
-    if (_previous(path) / marker).is_file():
-        logger.warning("%s was being replaced when its writer died; the previous one is used", path)
-        return _previous(path)
-    raise FileNotFoundError(
+    require(
+        (_previous(path) / marker).is_file(),
         f"{path} holds no checkpoint: there is no {marker} in it; pass the directory that "
-        "save_checkpoint wrote"
+        "save_checkpoint wrote",
+        FileNotFoundError,
     )
+    logger.warning("%s was being replaced when its writer died; the previous one is used", path)
+    return _previous(path)
 
 
 def read_directory(path: Path, marker: str, read: Callable[[Path], T]) -> T:
     """What ``read`` makes of the directory at ``path``, all of it from one writer.
 
-    Another process may replace the directory meanwhile; then it is read again.
-
-    Args:
-        path: As given to :func:`atomic_directory`.
-        marker: Likewise.
-        read: Called with the directory that is there; its errors are raised if that stayed.
+    Another process may replace the directory meanwhile; then it is read again. Errors of ``read``
+    are raised if the directory stayed.
 
     Raises:
         FileNotFoundError: If there is none.
-        RuntimeError: If it was replaced in every of some attempts.
+        RuntimeError: If it was replaced in each of several attempts.
     """
     for _ in range(READ_ATTEMPTS):
         folder = complete_directory(path, marker)
@@ -104,7 +100,7 @@ def read_directory(path: Path, marker: str, read: Callable[[Path], T]) -> T:
         except (OSError, ValueError) as raised:
             result, error = None, raised
         finally:
-            same = _is_there(folder, descriptor)
+            same = _is_at(folder, descriptor)
             os.close(descriptor)
         if same and error is not None:
             raise error
@@ -115,9 +111,10 @@ def read_directory(path: Path, marker: str, read: Callable[[Path], T]) -> T:
     )
 
 
-def _is_there(folder: Path, descriptor: int) -> bool:
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file or directory is the one at ``path``."""
     try:
-        return os.path.samestat(os.stat(folder), os.fstat(descriptor))
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 
@@ -129,22 +126,15 @@ def holds_directory(path: Path, marker: str) -> bool:
 
 
 def move_aside(path: Path, marker: str) -> Path:
-    """Move the directory at ``path`` to ``<name>.earlier_1`` (2, 3, ...) beside it.
-
-    Returns:
-        Its new place.
-
-    Raises:
-        FileNotFoundError: If there is none that holds ``marker``.
-    """
+    """Move a complete directory to ``<name>.earlier_1`` (2, 3, ...) beside it; returns that."""
     held = complete_directory(path, marker)
     path = path.expanduser().resolve()
     number = 1
-    while (place := path.with_name(f"{path.name}.earlier_{number}")).exists():
+    while (target := path.with_name(f"{path.name}.earlier_{number}")).exists():
         number += 1
-    held.rename(place)
+    held.rename(target)
     sync_directory(path.parent)
-    return place
+    return target
 
 
 def _replace(path: Path, temporary: Path, marker: str) -> None:
@@ -159,23 +149,27 @@ def _replace(path: Path, temporary: Path, marker: str) -> None:
 
 
 def refuse_to_replace(path: Path, marker: str) -> None:
-    """Raise unless ``path`` is free, an empty directory, or one that holds ``marker``."""
+    """Raise FileExistsError unless ``path`` is free, empty, or a directory with ``marker``."""
     if not path.exists() or (path / marker).is_file():
         return
-    if not path.is_dir():
-        raise FileExistsError(f"{path} is a file; pass a directory of its own for the checkpoint")
-    if any(path.iterdir()):
-        raise FileExistsError(
-            f"{path} holds files but no checkpoint ({marker}), and saving there would remove them; "
-            f"pass a new directory, for example {path / 'checkpoint'}"
-        )
+    require(
+        path.is_dir(),
+        f"{path} is a file; pass a directory of its own for the checkpoint",
+        FileExistsError,
+    )
+    require(
+        not any(path.iterdir()),
+        f"{path} holds files but no checkpoint ({marker}), and saving there would remove them; "
+        f"pass a new directory, for example {path / 'checkpoint'}",
+        FileExistsError,
+    )
 
 
 def _remove_leftovers(path: Path, marker: str) -> None:
     """Delete what killed writers of ``path`` left behind; what a living one holds is locked."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
     for leftover in [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]:
-        lock = _lock(leftover)
+        lock = _try_lock(leftover)
         if lock is not None:
             shutil.rmtree(leftover, ignore_errors=True)
             unlock_directory(lock)
@@ -183,26 +177,23 @@ def _remove_leftovers(path: Path, marker: str) -> None:
         shutil.rmtree(_previous(path), ignore_errors=True)
 
 
-def lock_directory(folder: Path) -> int:
-    """Lock a directory until :func:`unlock_directory`, or until the process is gone.
+def _previous(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
 
-    The lock holds against other processes and against other calls in this one; the kernel releases
-    it however the process ends.
+
+def lock_directory(folder: Path) -> int:
+    """Lock a directory against other processes, and against other calls in this one.
+
+    The kernel releases the lock however the process ends.
 
     Returns:
-        What ``unlock_directory`` takes.
+        What :func:`unlock_directory` takes.
 
     Raises:
         BlockingIOError: If it is locked.
-        OSError: If it does not exist, or lies on a file system without locks for directories.
+        OSError: If it does not exist, or lies on a file system without locks.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return _locked(os.open(folder, os.O_RDONLY))
 
 
 def unlock_directory(descriptor: int) -> None:
@@ -212,31 +203,16 @@ def unlock_directory(descriptor: int) -> None:
 
 
 def lock_name(path: Path) -> int:
-    """Lock a name until :func:`unlock_name`, whatever directory comes to be there.
+    """Lock a name, as :func:`lock_directory` does, whatever directory comes to be there.
 
-    A directory that is replaced takes its own lock with it, so this one is on a file beside it,
-    ``.<name>.lock``; it holds as that of :func:`lock_directory` does.
-
-    Returns:
-        What ``unlock_name`` takes.
-
-    Raises:
-        BlockingIOError: If it is locked.
-        OSError: If it lies on a file system without locks.
+    A directory that is replaced takes its own lock with it, so this one is on a file beside it.
     """
-    place = _lock_file(path)
-    place.parent.mkdir(parents=True, exist_ok=True)
+    file = _lock_file(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        descriptor = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(place)):
-                return descriptor
-        except FileNotFoundError:
-            pass
-        except OSError:
-            os.close(descriptor)
-            raise
+        descriptor = _locked(os.open(file, os.O_RDWR | os.O_CREAT, 0o666))
+        if _is_at(file, descriptor):
+            return descriptor
         # Its owner removed the file between the two calls: lock the one that is there now.
         os.close(descriptor)
 
@@ -252,7 +228,16 @@ def _lock_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
 
-def _lock(folder: Path) -> int | None:
+def _locked(descriptor: int) -> int:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _try_lock(folder: Path) -> int | None:
     """Lock a directory; None where it is locked, gone or cannot be."""
     try:
         return lock_directory(folder)
@@ -260,22 +245,17 @@ def _lock(folder: Path) -> int | None:
         return None
 
 
-def _previous(path: Path) -> Path:
-    return path.with_name(f".{path.name}.previous")
-
-
 def sync_tree(folder: Path) -> None:
     """Flush every file and directory below ``folder`` to disk."""
     for root, _, files in os.walk(folder):
         for name in files:
-            with open(os.path.join(root, name), "rb") as file:
-                os.fsync(file.fileno())
+            sync_directory(Path(root, name))
         sync_directory(Path(root))
 
 
-def sync_directory(folder: Path) -> None:
-    """Flush a directory's entries, a rename in it for instance, to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries, a rename in it for instance, to disk; or a file's content."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

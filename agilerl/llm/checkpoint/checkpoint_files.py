@@ -1,21 +1,12 @@
-"""A checkpoint on disk: written atomically, read without running anything.
+"""A checkpoint on disk: written atomically, read without running anything in it.
 
-=========  ==============  =========  ==========================================================
-lora_only  save_optimizer  ZeRO 2, 3  on disk
-=========  ==============  =========  ==========================================================
-True       True            no         ``<role>/``; ``attributes.pt`` with the optimizer
-True       False           no         ``<role>/``; ``attributes.pt``
-False      True            no         ``attributes.pt`` with the full actor and the optimizer
-False      False           no         ``attributes.pt`` with the full actor
-True       True            yes        ``<role>/``; ``attributes.pt``; ``save_checkpoint/``
-True       False           yes        ``<role>/``; ``attributes.pt``
-False      True            yes        ``attributes.pt`` with the full actor; ``save_checkpoint/``
-False      False           yes        ``attributes.pt`` with the full actor
-=========  ==============  =========  ==========================================================
+::
 
-``<role>/`` are PEFT directories, ``save_checkpoint/`` holds the optimizer in one file per process
-(:mod:`agilerl.llm.checkpoint.optimizer_shards`), ``attributes.pt`` numbers, strings, lists and
-tensors (:class:`agilerl.llm.checkpoint.schema.Attributes`). All load into every agent.
+    <role>/             a PEFT directory per role, if lora_only
+    attributes.pt       schema.Attributes; the full actor unless lora_only; the optimizer if saved
+    save_checkpoint/    of an optimizer that ZeRO 2 or 3 partitions: one file per process
+
+All combinations load into every agent; docs/checkpoints.md has the table.
 """
 
 from __future__ import annotations
@@ -64,15 +55,15 @@ ATTRIBUTES_FILE = "attributes.pt"
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What was read from a checkpoint, or from a plain PEFT directory."""
+    """What was read from a checkpoint; of a plain PEFT directory an actor and nothing else."""
 
     path: Path
     adapters: dict[str, SavedAdapter]
-    """By role; of a PEFT directory an actor only."""
+    """By role."""
     attributes: dict[str, Any]
-    """See :class:`agilerl.llm.checkpoint.schema.Attributes`; of a PEFT directory none."""
+    """See :class:`agilerl.llm.checkpoint.schema.Attributes`."""
     optimizer: dict[str, Any] | None
-    """Optimizer and schedule in the form that every engine loads, if asked for and there."""
+    """Optimizer and schedule as every engine loads them, if asked for and there."""
 
 
 def write_checkpoint(
@@ -89,12 +80,12 @@ def write_checkpoint(
 
     Args:
         path: Directory to write; an existing checkpoint there is replaced.
-        attributes: Further content of ``attributes.pt``.
+        attributes: What ``attributes.pt`` holds of the agent.
         policy: The adapters and their base.
-        engine: The optimizer.
+        engine: Optimizer and schedule, saved if ``save_optimizer``.
         ranks: The processes that save together.
-        lora_only: Adapters as PEFT directories, or the full actor inside ``attributes.pt``.
-        save_optimizer: Whether optimizer and schedule are saved.
+        lora_only: Adapters as PEFT directories; False: the full actor in ``attributes.pt``.
+        save_optimizer: See ``engine``.
 
     Raises:
         FileExistsError: If ``path`` holds something that is not a checkpoint.

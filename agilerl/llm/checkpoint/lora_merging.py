@@ -26,27 +26,16 @@ _MAGNITUDE = ".lora_magnitude_vector"
 
 # Fields that do not change what an adapter computes or holds.
 _NO_EFFECT = {
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights",
+    "loftq_config", "lora_dropout", "peft_type", "peft_version", "revision", "runtime_config",
     "task_type",
-    "auto_mapping",
-    "peft_version",
-    "peft_type",
-    "init_lora_weights",
-    "runtime_config",
-    "loftq_config",
-    "lora_dropout",
-}
+}  # fmt: skip
 _MERGED = ("r", "target_modules", "modules_to_save", "use_dora")
-# What a difference in these fields does to the function cannot be made up for by padding.
+# Padding cannot make up for a difference in these.
 _NOT_MERGED = (
-    "rank_pattern",
-    "alpha_pattern",
-    "target_parameters",
-    "trainable_token_indices",
+    "rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices",
     "alora_invocation_tokens",
-)
+)  # fmt: skip
 
 
 def differing_fields(live: LoraConfig, saved: LoraConfig) -> dict[str, tuple[Any, Any]]:
@@ -154,13 +143,10 @@ def fresh_adapters(policy: Policy, configs: Mapping[str, LoraConfig], seed: int)
 
 
 def fit_adapter(policy: Policy, role: str, saved: SavedAdapter) -> dict[str, torch.Tensor]:
-    """Tensors of a saved adapter, padded to the rank and targets of a role's adapter.
+    """Tensors of a saved adapter, padded to rank and targets of a role's; writes nothing.
 
-    The padding leaves the function unchanged: new rows of A keep the values that they have, new
-    columns of B are zero, and B absorbs the change of scaling. Nothing is written.
-
-    Returns:
-        What :func:`write_adapter` takes; magnitudes of DoRA only where they were saved.
+    The function computed stays the same: new rows of A keep the values that they have, new columns
+    of B are zero, and B absorbs the change of scaling. Magnitudes of DoRA are there if saved.
 
     Raises:
         ValueError: If the tensors do not fit into the role's adapter.
@@ -209,10 +195,7 @@ def write_adapter(policy: Policy, role: str, fitted: dict[str, torch.Tensor]) ->
 
 
 def _remove_half_made(model: PeftModel) -> None:
-    """Delete adapters that PEFT refused halfway: their config is gone, layers may still have them.
-
-    They would count as tensors of the base.
-    """
+    """Delete what layers still have of adapters that PEFT refused halfway."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     found = {name for layer in layers for name in layer._all_available_adapter_names()}
     for name in found - model.peft_config.keys():
