@@ -267,8 +267,12 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         )
         if trajectory_ids is not None:
             batch = replace(batch, trajectory_ids=check_trajectory_ids(trajectory_ids, len(batch)))
-        if sampling_logps is not None and self.vllm_importance_sampling_correction:
-            batch = add_sampling_logps(batch, sampling_logps)
+        if self.vllm_importance_sampling_correction:
+            rows = [None] * len(batch) if sampling_logps is None else sampling_logps
+            # Where the sampler of any rank reported some, all ranks correct, others by a weight of
+            # 1: the means of the weights are over all rows.
+            if any(ranks.gather(any(row is not None for row in rows))):
+                batch = add_sampling_logps(batch, rows)
         batch = batch.to(self.policy.device)
         trajectories = int(batch.trajectory_of_row.max()) + 1
         returns = shape_rewards(rewards, trajectories, self.group_size).to(batch.device)

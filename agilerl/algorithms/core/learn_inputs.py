@@ -79,8 +79,6 @@ def add_sampling_logps(batch: TrainBatch, rows: Sequence[torch.Tensor | None]) -
         f"sampling_logps has {len(rows)} entries for {len(batch)} completions; pass one tensor (or "
         "None) per completion",
     )
-    if all(row is None for row in rows):
-        return batch
     stacked = torch.zeros(batch.action_mask.shape, device=batch.device)
     for i, row in enumerate(rows):
         if row is not None:

@@ -86,8 +86,7 @@ def find_checkpoint(resume_from: str | Path) -> Path:
     path = Path(os.path.expanduser(resume_from))
     if (path / STATE_FILE).is_file():
         return path
-    children = complete_checkpoints(path)
-    if children:
+    if children := complete_checkpoints(path):
         return children[-1]
     message = (
         f"resume_from={str(resume_from)!r} holds no complete run checkpoint: pass the "

@@ -98,8 +98,7 @@ class Saver:
             if self.ranks.rank == 0:
                 logger.error("Iteration %d failed; the agents were saved to %s", iteration, where)
             error.add_note(f"Iteration {iteration} failed. The agents were saved to {where}")
-        newest = self.directory.newest_checkpoint()
-        if newest is not None:
+        if newest := self.directory.newest_checkpoint():
             error.add_note(f"To resume from before that: resume_from={str(newest)!r}")
 
     def _save(self, name: str, in_iteration: bool = False) -> Path:
