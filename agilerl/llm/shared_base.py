@@ -34,7 +34,7 @@ _slot_numbers = itertools.count()
 
 
 class _FoundState:
-    """What agents change about a model, as it was before."""
+    """Training modes and ``requires_grad`` of a model as agents found it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -42,6 +42,7 @@ class _FoundState:
         self._requires_grad = [(p, p.requires_grad) for p in model.parameters()]
 
     def restore(self) -> None:
+        """Put them back, and remove what forwards have kept on layers."""
         for module, training in self._training:
             module.training = training
         for parameter, requires_grad in self._requires_grad:

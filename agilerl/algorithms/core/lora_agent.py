@@ -63,15 +63,15 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
         self.device = str(self.device).replace("cpu:0", "cpu")
         self.policy = build_policy(self, network, self.adapter_configs, self.learning_rates())
         self.lora_config = self.policy.lora_config
+        ranks = ranks_of(self.accelerator)
         try:
             self.generator = build_generator(self.policy, use_vllm=self.use_vllm)
-        except ValueError:
-            self.policy.release()  # a refused model is left plain
+            for role in self.policy.roles:
+                ranks.broadcast(list(self.policy.parameters(role).values()))
+            self.engine = self._build_engine()
+        except BaseException:
+            self.policy.release()  # a refused model is left as it was found
             raise
-        ranks = ranks_of(self.accelerator)
-        for role in self.policy.roles:
-            ranks.broadcast(list(self.policy.parameters(role).values()))
-        self.engine = self._build_engine()
         # Members of a population must explore differently although they share a seed, and so must
         # the processes that one of them is spread over.
         offset = 1_000_003 * self.index + 7_368_787 * ranks.rank
