@@ -221,7 +221,7 @@ def test_nothing_is_allocated_that_the_file_does_not_hold(tmp_path: Path, kind: 
 
 def test_the_rank_of_adapters_in_directories_is_that_of_the_arguments(run: Path) -> None:
     edit(run, "arguments", "lora_config", r=HUGE)
-    with pytest.raises(ValueError, match=f"r: agent has {HUGE}, checkpoint 4"):
+    with pytest.raises(ValueError, match=f"r: agent has {HUGE}, its adapter 4"):
         GRPO.load(run, actor_network=small_model())
 
 

@@ -61,7 +61,12 @@ def rebuild(
     history = saved_history(saved, ("index", *cls._history))
     rng = saved_generator(saved, ranks)
     # Before the agent allocates what the config asks for.
-    check_same_config(arguments["lora_config"], saved.adapters["actor"].config)
+    check_same_config(
+        arguments["lora_config"],
+        saved.adapters["actor"].config,
+        "its adapter",
+        "The checkpoint is damaged; use another checkpoint",
+    )
     if actor_network is None:
         actor_network = ranks.on_all_ranks(lambda: _saved_base(saved, arguments, device))
     arguments |= {"actor_network": actor_network, "device": device, "accelerator": accelerator}
