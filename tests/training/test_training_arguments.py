@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.training.collectors import ReasoningCollector
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 OBJECT = object()
@@ -115,3 +116,26 @@ def test_good_input_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call()
+
+
+def test_a_wrapper_that_delegates_is_an_environment() -> None:
+    """Its members, the optional ones too, are known only to ``__getattr__``."""
+
+    class Fingerprinted(FakeGym):
+        def fingerprint(self) -> str:
+            return "of the data"
+
+    class Wrapper:
+        def __init__(self, env: FakeGym) -> None:
+            self.wrapped = env
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.wrapped, name)
+
+        def __len__(self) -> int:
+            return len(self.wrapped)
+
+    (agent,) = call(env=Wrapper(Fingerprinted()))
+    assert len(agent.learned) == 1
+    state = ReasoningCollector(Wrapper(Fingerprinted())).state_dict()
+    assert state["questions_and_answers"] == "of the data"
