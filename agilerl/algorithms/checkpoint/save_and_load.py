@@ -1,4 +1,4 @@
-"""Agents to checkpoints and back: save, load into a living agent, rebuild.
+"""Save agents, and load checkpoints into agents that exist.
 
 What lies on disk is the subject of :mod:`agilerl.llm.checkpoint.checkpoint_files`.
 """
@@ -70,7 +70,7 @@ def load_into(
     kept_roles: Collection[str],
     merge: bool,
 ) -> None:
-    """Load a checkpoint's weights, and optimizer if asked, into a living agent.
+    """Load a checkpoint's weights, and optimizer if asked, into an agent that exists.
 
     A checkpoint that is refused leaves the agent as it was.
 

@@ -165,7 +165,7 @@ class LLMAlgorithm(LoRAAgent):
         """Load weights into this agent; its hyperparameters stay as they are.
 
         Args:
-            path: A checkpoint of any cell of the grid.
+            path: A checkpoint, or a directory of PEFT's ``save_pretrained``.
             load_optimizer: Also restore optimizer and schedule; warns if the checkpoint has none.
             overwrite_reference_adapter: Start the reference from the checkpoint's actor; False:
                 from its reference, if it has one.

@@ -166,7 +166,7 @@ def refuse_to_replace(path: Path, marker: str) -> None:
 
 
 def _remove_leftovers(path: Path, marker: str) -> None:
-    """Delete what killed writers of ``path`` left behind; what a living one holds is locked."""
+    """Delete what killed writers of ``path`` left behind; what another is writing is locked."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
     for leftover in [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]:
         lock = _try_lock(leftover)
