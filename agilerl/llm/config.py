@@ -57,10 +57,11 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
     chunk_size: int | None = None
-    """Prompts generated at a time, each with all of its samples; None: as the generator finds fit.
-    Of the Hugging Face generator only."""
+    """Prompts generated at a time, each with all of its samples; None: the generator's default. For
+    generators that do not schedule rows themselves."""
     left_padding: bool = True
-    """False: only prompts of equal length share a batch (for models without position ids)."""
+    """False: only prompts of equal length share a batch (for models without position ids). For
+    generators that pad."""
     return_logps: bool = False
     """Also return the log-prob of each token under the temperature-scaled distribution, before
     penalties and filters: the sampler's side of what ``learn`` computes."""

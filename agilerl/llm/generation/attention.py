@@ -23,7 +23,7 @@ _NAME = "agilerl_single_query"
 
 @contextlib.contextmanager
 def single_query_attention(decoder: nn.Module) -> Iterator[None]:
-    """Within it a decoder on a CPU that uses torch's attention computes the same by products."""
+    """Within it a decoder on a CPU uses matrix products in place of torch's fused attention."""
     config: Any = decoder.config
     before = config._attn_implementation
     if before == "sdpa" and next(decoder.parameters()).device.type == "cpu":

@@ -1,8 +1,8 @@
 """Batched generation on the training model itself.
 
-Prompts are sorted by length and completed a chunk at a time, equal ones run once. The uniform
-numbers behind the draws are laid out by row and position, so a completion depends neither on the
-chunk size nor on the rows it shares a batch with (beyond rounding).
+Prompts are sorted by length and completed a chunk at a time; equal prompts of a chunk are run once.
+The uniform numbers behind the draws are laid out by row and position, so a completion depends
+neither on the chunk size nor on the rows it shares a batch with (beyond rounding).
 
 In a session the keys and values of the rows generated last are kept, and of a prompt that continues
 one only the new tokens are run.
@@ -53,7 +53,7 @@ class HFGenerator:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._support = decoding_support(policy)
-        # There is one in a session: its weights stay the same, so that its entries stay valid.
+        # Only in a session: while weights stay the same, its entries stay valid.
         self._prefix_cache: PrefixCache | None = None
 
     def sync(self, policy: Policy) -> None:
@@ -156,8 +156,8 @@ class _Request:
         """Complete all rows, running only what is new of prompts that continue a cached row.
 
         Those go first and in a batch of their own: one prompt without a prefix would make all
-        others run whole, and the cache is free once they have started. This request's rows replace
-        the cache's.
+        others run whole, and the cache is free once they have started. Afterwards the cache holds
+        this request's rows.
         """
         cached = {prompt: cache.find(self.prompts[prompt]) for prompt in set(self.rows)}
         continuing = [i for i, prompt in enumerate(self.rows) if cached[prompt] is not None]

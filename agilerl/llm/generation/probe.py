@@ -1,4 +1,4 @@
-"""What a model supports in cached decoding, found out on a few tokens."""
+"""Probe which ways of cached decoding are exact on a model, on a few tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from agilerl.llm.shared_base import SharedBase
 
 logger = logging.getLogger(__name__)
 
-# Rows of different lengths, of which the last tokens are decoded: two one by one, as sampled tokens
-# are, then two at a time, as the next turn's are.
+# Rows of different lengths whose last tokens are decoded: two one by one, as in sampling, then two
+# at once, as when a turn continues a cached prefix.
 _PROMPT_LENGTHS = (6, 3, 1)
 _DECODED = 4
-# Of the states compared; wrong positions or masks change most of them.
+# Least share of the hidden states that must agree; wrong positions or masks change most of them.
 _SHARE_IN_LOWER_PRECISION = 0.75
 
 
@@ -81,7 +81,7 @@ def _probe(base: SharedBase) -> DecodingSupport:
     with short_windows(base.decoder):
         expected = _states_of_whole_rows(base.decoder, rows, base.device)
         for choice in _CHOICES:
-            # Others compute their attention themselves, some by the implementation's name.
+            # Others do not look their attention function up, some go by the implementation's name.
             if choice.single_query and not base.model.is_backend_compatible():
                 continue
             exact = False

@@ -1,7 +1,7 @@
 """One token per row from logits: penalties, filters, and a draw by inverse CDF.
 
-The filters apply in transformers' order: repetition penalty, least length, temperature, top-k,
-top-p, min-p.
+Applied in the order of transformers: repetition penalty, minimum length, temperature, top-k, top-p,
+min-p.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def penalise(
 
 
 def _draw_full(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF in two levels, over blocks and then inside one: cheap on a large vocabulary."""
+    """Inverse CDF in two levels, over blocks and then within one: cheap for a large vocabulary."""
     rows, vocab = logits.shape
     weights = (logits - logits.amax(1, keepdim=True)).exp_()
     if vocab % BLOCK:
@@ -141,5 +141,5 @@ def _draw_from_candidates(
         keep &= probs >= sampling.min_p * probs[:, :1]
     keep[:, 0] = True
     weights = torch.where(keep, probs, 0.0)
-    place = _draw_from_cdf(weights, uniforms.double() * weights.double().sum(1))
-    return indices.gather(1, place[:, None]).squeeze(1)
+    chosen = _draw_from_cdf(weights, uniforms.double() * weights.double().sum(1))
+    return indices.gather(1, chosen[:, None]).squeeze(1)
