@@ -9,11 +9,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before torch is imported, and for what tests start: pools of threads would wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# How fast examples are made says something about the machine, not about the code.
+settings.register_profile(
+    "any machine", suppress_health_check=[HealthCheck.too_slow], deadline=None
+)
+settings.load_profile("any machine")
 
 # A shell ignores Ctrl-C for what it starts in the background, and some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
