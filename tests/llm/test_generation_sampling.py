@@ -76,7 +76,7 @@ def test_draws_follow_the_filtered_distribution(settings: dict[str, float], voca
 
 def test_flat_distribution_needs_more_candidates_than_the_first_few() -> None:
     logits = torch.zeros(5000)
-    drawn = drawn_distribution(logits, config(top_p=0.9))
+    drawn = drawn_distribution(logits, config(top_p=0.9), points=5000)
     assert (drawn > 0).sum() > 3500
 
 
