@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 import agilerl
-from agilerl.algorithms.checkpoint.resume import SavedAgent
 from agilerl.distributed import Ranks
 from agilerl.training.checkpoint.elite import Elite
-from agilerl.training.checkpoint.resume import read_resume
-from agilerl.training.checkpoint.run_checkpoint import RunCheckpoint, find_checkpoint
+from agilerl.training.checkpoint.run_checkpoint import (
+    RunCheckpoint,
+    find_checkpoint,
+    read_checkpoint,
+)
 from agilerl.training.checkpoint.run_directory import RunDirectory, lies_in
 from agilerl.training.checkpoint.run_state import check_plain, write_json
 from agilerl.training.logs.resumed_files import take_over_logs
@@ -69,9 +71,8 @@ def run_training(
         found = ranks.on_rank_zero(lambda: find_checkpoint(resume_from))
     check_shared_storage(population, options, ranks)
     checkpoint: RunCheckpoint | None = None
-    saved_agents: list[SavedAgent] = []
     if found is not None:
-        checkpoint, saved_agents = read_resume(found, population, env_name, ranks)
+        checkpoint = read_checkpoint(found, population, env_name, ranks)
     name = ranks.on_rank_zero(lambda: _name_of_run(agents, env_name, options, checkpoint))
     with collective_run(), ExitStack() as stack:
         elite = None
@@ -87,7 +88,7 @@ def run_training(
             names = {"run": name, "environment": env_name}
             loop = TrainingLoop(population, options, directory, log, elite, names, ranks)
             if checkpoint is not None:
-                for agent in saved_agents:
+                for agent in checkpoint.agents:
                     agent.restore()
                 loop.load_state_dict(checkpoint.state)
             stopped_by = loop.run()

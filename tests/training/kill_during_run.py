@@ -25,7 +25,7 @@ from agilerl.training.checkpoint.run_checkpoint import (
     PARTIAL,
     complete_checkpoints,
     iteration_of,
-    read_checkpoint,
+    read_state,
 )
 
 KILLS = 20
@@ -81,7 +81,7 @@ def last_row(path: Path) -> int:
 def check(path: Path) -> int:
     """Load the newest complete checkpoint; returns how many whole iterations are not in it."""
     complete = complete_checkpoints(path)
-    newest = read_checkpoint(complete[-1]).state["iteration"] if complete else 0
+    newest = read_state(complete[-1])["iteration"] if complete else 0
     return max(last_row(path) - newest, 0)
 
 

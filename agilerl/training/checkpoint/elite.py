@@ -24,16 +24,14 @@ from agilerl.training.protocols import Agent
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE = "run.txt"
-"""File in an elite with the name of the run that saved it."""
-
 
 class Elite(contextlib.ExitStack):
     """Saves the best agent of one run; a context, in which no other run can save there.
 
     A checkpoint that is there already is kept: the run's first save moves it to
     ``<path>.earlier_1`` (2, 3, ...). An untrained agent is no reason to move it, so where there is
-    one, it stays until the run has an agent that training made better.
+    one, it stays until the run has an agent that training made better. ``run.txt`` in a saved elite
+    has the name of its run.
 
     Args:
         path: Directory of the checkpoint.
@@ -72,12 +70,11 @@ class Elite(contextlib.ExitStack):
         """
 
         def is_of_this_run() -> bool:
-            if state is not None and state["saved"] and state["path"] == str(self.path.resolve()):
+            if state == {**self.state_dict(), "saved": True}:
                 return True
-            try:
+            with contextlib.suppress(OSError, UnicodeError):
                 return self._run_file().read_text(encoding="utf-8") == self.run
-            except (OSError, UnicodeError):
-                return False
+            return False
 
         # Decided by one process: the same place may have another name on another machine.
         self.saved = self._ranks.on_rank_zero(is_of_this_run)
@@ -97,17 +94,17 @@ class Elite(contextlib.ExitStack):
         """Move an earlier run's elite out of the way; False: it stays, and nothing is saved."""
         if not holds_directory(self.path, ATTRIBUTES_FILE):
             return True
-        if not trained:
+        if trained:
+            moved = move_aside(self.path, ATTRIBUTES_FILE)
+            logger.warning("The elite of an earlier run was moved from %s to %s", self.path, moved)
+        else:
             message = "%s holds the elite of an earlier run: it stays there until training helps"
             logger.warning(message, self.path)
-            return False
-        moved = move_aside(self.path, ATTRIBUTES_FILE)
-        logger.warning("The elite of an earlier run was moved from %s to %s", self.path, moved)
-        return True
+        return trained
 
     def _note_run(self) -> None:
         with contextlib.suppress(OSError):  # without it the elite counts as an earlier run's: kept
             self._run_file().write_text(self.run, encoding="utf-8")
 
     def _run_file(self) -> Path:
-        return complete_directory(self.path, ATTRIBUTES_FILE) / RUN_FILE
+        return complete_directory(self.path, ATTRIBUTES_FILE) / "run.txt"

@@ -18,18 +18,22 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agilerl.llm.checkpoint.schema import mismatch
+from agilerl.algorithms.checkpoint.resume import SavedAgent, read_saved_agent
+from agilerl.checks import require
+from agilerl.distributed import Ranks
+from agilerl.llm.checkpoint.schema import DamagedCheckpointError, check, damaged, reading
 from agilerl.training.checkpoint.run_state import RunState
+from agilerl.training.population import Population
 
 STATE_FILE = "run_state.json"
 SUMS_FILE = "SHA256SUMS"
-FORMAT = 1
 PARTIAL = ".partial"
-_NAME = re.compile(r"iteration_(\d+)(_evaluated)?")
+_NAME = re.compile(r"(crashed_in_)?iteration_(\d+)(_evaluated)?")
 _AGENTS_ONLY = "load its agents with load_checkpoint, to start a new run with"
 
 
@@ -40,6 +44,8 @@ class RunCheckpoint:
     path: Path
     state: dict[str, Any]
     """Content of ``run_state.json``."""
+    agents: list[SavedAgent]
+    """Those of a population, in its order, which they fit."""
 
 
 def checkpoint_name(iteration: int, evaluated: bool = False) -> str:
@@ -48,9 +54,9 @@ def checkpoint_name(iteration: int, evaluated: bool = False) -> str:
 
 
 def iteration_of(folder: Path) -> int | None:
-    """The iteration in a :func:`checkpoint_name`; None for other names."""
+    """The iteration in the name of a checkpoint, also of a crashed run's; None for other names."""
     found = _NAME.fullmatch(folder.name)
-    return None if found is None else int(found[1])
+    return None if found is None else int(found[2])
 
 
 def complete_checkpoints(directory: str | Path) -> list[Path]:
@@ -60,12 +66,8 @@ def complete_checkpoints(directory: str | Path) -> list[Path]:
 
         resume_from = "run" if complete_checkpoints("run") else None
     """
-    found = [
-        (number, child)
-        for child in Path(os.path.expanduser(directory)).glob("iteration_*")
-        if (number := iteration_of(child)) is not None and (child / STATE_FILE).is_file()
-    ]
-    return [child for _, child in sorted(found)]
+    children = sorted(Path(os.path.expanduser(directory)).glob("iteration_*"))
+    return [c for c in children if iteration_of(c) is not None and (c / STATE_FILE).is_file()]
 
 
 def best_checkpoint(directory: str | Path) -> Path | None:
@@ -75,6 +77,15 @@ def best_checkpoint(directory: str | Path) -> Path | None:
     """
     best = max(complete_checkpoints(directory), key=_fitness, default=None)
     return None if best is None or _fitness(best) == -math.inf else best
+
+
+def _fitness(folder: Path) -> float:
+    """What is noted in the checkpoint; minus infinity if nothing is, or it is damaged."""
+    try:
+        fitness = float(json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))["fitness"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -math.inf
+    return -math.inf if math.isnan(fitness) else fitness
 
 
 def find_checkpoint(resume_from: str | Path) -> Path:
@@ -98,83 +109,104 @@ def find_checkpoint(resume_from: str | Path) -> Path:
     raise FileNotFoundError(message)
 
 
-def read_checkpoint(path: Path) -> RunCheckpoint:
-    """Read a checkpoint's state after checking that every file is as it was written.
+def read_checkpoint(
+    path: Path, population: Population, env_name: str, ranks: Ranks
+) -> RunCheckpoint:
+    """Read the checkpoint that a run is to be resumed from, on all ranks; changes nothing.
 
     Raises:
-        ValueError: Naming the file that is missing, damaged or of another version, and what to
-            resume from instead.
+        ValueError: If a file is missing, damaged or of another version, if it was saved in the
+            middle of an iteration, or if it is a checkpoint of other agents or environments;
+            naming what differs and what to do instead.
+    """
+
+    def read_run() -> dict[str, Any]:
+        state = read_state(path)
+        _check_same_run(path, state, population.state_dict() | {"environment": env_name})
+        return state
+
+    try:
+        state = ranks.on_all_ranks(read_run)
+        agents = [
+            read_saved_agent(agent, path / f"agent_{agent.index}") for agent in population.agents
+        ]
+    except DamagedCheckpointError as error:
+        raise ValueError(f"{error}; {_alternative(path)}") from error
+    return RunCheckpoint(path, state, agents)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The content of ``run_state.json``, after checking that every file is as it was written.
+
+    Raises:
+        DamagedCheckpointError: Naming the file that is missing, damaged or of another version.
+        ValueError: If it was saved in the middle of an iteration.
     """
     _check_sums(path)
     file = path / STATE_FILE
-    try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise damaged(path, f"{file} is damaged: {error}") from error
-    found = state.get("format") if isinstance(state, dict) else type(state).__name__
-    if found != FORMAT:
-        raise damaged(path, f"{file} has format {found!r}, but this version reads format {FORMAT}")
-    wrong = mismatch(state, RunState)
-    if wrong is None and Path(state["run"]).name != state["run"]:
-        wrong = f"its run is {state['run']!r}, not the name of a folder"
-    if wrong is not None:
-        raise damaged(path, f"{file} is damaged: {wrong}")
-    if state["in_iteration"]:
-        raise ValueError(
-            f"{path} was saved in the middle of iteration {state['iteration']}, which failed: a "
-            f"run cannot be resumed from there; {_older(path) or _AGENTS_ONLY}"
-        )
-    return RunCheckpoint(path, state)
+    with reading(file):
+        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    check(file, state, RunState)
+    require(
+        not state["in_iteration"],
+        f"{path} was saved in the middle of iteration {state['iteration']}, which failed: a run "
+        f"cannot be resumed from there; {_alternative(path)}, or {_AGENTS_ONLY}",
+    )
+    return state
 
 
-def damaged(path: Path, what: str) -> ValueError:
-    """An error that says what is wrong with the checkpoint at ``path``, and what to use instead."""
-    return ValueError(f"{what}; {_older(path) or 'there is no older checkpoint beside it'}")
+def _alternative(path: Path) -> str:
+    """What to resume from instead of the checkpoint at ``path``."""
+    number = iteration_of(path) or 0
+    older = [c for c in complete_checkpoints(path.parent) if (iteration_of(c) or 0) < number]
+    if not older:
+        return "there is no older checkpoint beside it"
+    return f"resume from the one before it: resume_from={str(older[-1])!r}"
+
+
+def _check_same_run(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for theirs, ours in zip(_identities(saved), _identities(own), strict=False):
+        for what in theirs | ours:
+            if theirs.get(what) != ours.get(what):
+                raise ValueError(
+                    f"{path} is a checkpoint of another run: {what}: {theirs.get(what)!r} there, "
+                    f"{ours.get(what)!r} here. Pass the population and the environments that the "
+                    "run was started with, or leave resume_from out to start a new run."
+                )
+
+
+def _identities(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What does not change while a run trains: of the run, then of each of its environments."""
+    yield {
+        "agents": [f"{agent['algo']} {agent['index']}" for agent in state["agents"]],
+        "environment of each agent": [agent["environment"] for agent in state["agents"]],
+        "environment": state["environment"],
+    }
+    for env in state["environments"]:
+        data = {name: env["position"].get(name) for name in ("rows", "seed")} | env
+        yield {f"{name} of the environment": data[name] for name in data if name != "position"}
 
 
 def write_sums(folder: Path) -> None:
     """Write ``SHA256SUMS`` for all files in ``folder``."""
-    lines = [f"{digest}  {name}\n" for name, digest in _sums(folder).items()]
-    (folder / SUMS_FILE).write_text("".join(lines), encoding="utf-8")
+    (folder / SUMS_FILE).write_text("\n".join([*_sums(folder), ""]), encoding="utf-8")
 
 
 def _check_sums(path: Path) -> None:
     file = path / SUMS_FILE
-    if not file.is_file():
-        raise damaged(path, f"{file} is missing")
-    lines = [line.split("  ", 1) for line in file.read_text("utf-8", "replace").splitlines()]
-    noted = {line[1]: line[0] for line in lines if len(line) == 2}
-    found = _sums(path)
-    for name in sorted(noted.keys() | found.keys()):
-        if noted.get(name) != found.get(name):
-            problem = "damaged: it is not what was written" if name in found else "missing"
-            raise damaged(path, f"{path / name} is {problem} (see {file})")
+    require(file.is_file(), f"{file} is missing", DamagedCheckpointError)
+    noted = file.read_text("utf-8", "replace").splitlines()
+    if changed := {*noted} ^ {*_sums(path)}:
+        name = min(line.partition("  ")[2] for line in changed)
+        damaged(path / name, f"it is missing, or not what was written (see {file})")
 
 
-def _sums(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below ``folder`` but the list itself, by relative path."""
-    sums = {}
+def _sums(folder: Path) -> list[str]:
+    """The lines of ``SHA256SUMS``: every file below ``folder`` but the list itself."""
+    lines = []
     for file in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
-        with file.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256")
-        sums[file.relative_to(folder).as_posix()] = digest.hexdigest()
-    sums.pop(SUMS_FILE, None)
-    return sums
-
-
-def _older(path: Path) -> str | None:
-    """Advice to use the checkpoint before ``path``, if there is one."""
-    found = re.search(r"iteration_(\d+)", path.name)
-    number = -1 if found is None else int(found[1])
-    older = [c for c in complete_checkpoints(path.parent) if (iteration_of(c) or 0) < number]
-    return f"resume from the one before it: resume_from={str(older[-1])!r}" if older else None
-
-
-def _fitness(folder: Path) -> float:
-    """What is noted in the checkpoint; minus infinity if nothing is, or it is damaged."""
-    try:
-        value = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))["fitness"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return -math.inf
-    # No comparison with nan holds.
-    return float(value) if isinstance(value, int | float) and value > -math.inf else -math.inf
+        if file != folder / SUMS_FILE:
+            with file.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            lines.append(f"{digest}  {file.relative_to(folder).as_posix()}")
+    return lines

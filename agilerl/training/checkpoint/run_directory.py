@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 # What a run leaves in its folder, but for W&B's folder, which has a folder per run.
 _LOGS = ("metrics.csv", "completions.jsonl", "config.json", "tensorboard")
-_CHECKPOINTS = ("iteration_*", "crashed_in_iteration_*")
 
 
 class RunDirectory(contextlib.ExitStack):
@@ -71,17 +70,13 @@ class RunDirectory(contextlib.ExitStack):
         else:
             taken = Path(path)
             taken.mkdir(parents=True, exist_ok=True)
-        lock_until_closed(self, "checkpoint_path", taken, lock_directory, unlock_directory)
-        try:
+        with contextlib.ExitStack() as lock:
+            lock_until_closed(lock, "checkpoint_path", taken, lock_directory, unlock_directory)
             if resumed is not None and lies_in(resumed.path, path):
-                what, left = "what was saved later", _saved_later(taken, resumed.state["iteration"])
+                _move_aside(taken, "what was saved later", after=resumed.state["iteration"])
             else:
-                what, left = "an earlier run", _entries(taken, *_LOGS, *_CHECKPOINTS)
-            if left:
-                logger.warning("%s holds %s: moved to %s", taken, what, _move_aside(taken, left))
-        except BaseException:
-            self.close()
-            raise
+                _move_aside(taken, "an earlier run", _LOGS)
+            self.enter_context(lock.pop_all())
         return taken
 
     def newest_checkpoint(self) -> Path | None:
@@ -125,14 +120,12 @@ class RunDirectory(contextlib.ExitStack):
                 agent.save_checkpoint(partial / f"agent_{agent.index}")
             self._ranks.on_rank_zero(complete)
             noted = [str(target / f"agent_{agent.index}") for agent in agents]
-        except BaseException:
-            if self._ranks.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
         finally:
-            # Not the partial folder that they were saved to: it has been renamed or removed.
+            # Not the partial folder that they were saved to: it was renamed, or is removed now.
             for agent, path in zip(agents, noted, strict=True):
                 agent.last_checkpoint = path
+            if self._ranks.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
         return target
 
     def prune(self, keep: int) -> None:
@@ -189,25 +182,16 @@ def _make(folder: Path) -> bool:
     return True
 
 
-def _saved_later(path: Path, iteration: int) -> list[Path]:
-    """What a run saved after ``iteration``; what is not complete is removed."""
-    later = []
-    for entry in _entries(path, *_CHECKPOINTS):
-        if entry.name.endswith(PARTIAL):
-            shutil.rmtree(entry, ignore_errors=True)
-        elif entry.name.startswith("crashed_in") or (iteration_of(entry) or 0) > iteration:
-            later.append(entry)
-    return later
-
-
-def _entries(path: Path, *patterns: str) -> list[Path]:
-    return [entry for pattern in patterns for entry in sorted(path.glob(pattern))]
-
-
-def _move_aside(path: Path, entries: Sequence[Path]) -> Path:
-    """Move entries of ``path`` into its next unused ``earlier_run_<number>``."""
-    names = (path / f"earlier_run_{number}" for number in itertools.count(1))
-    destination = next(filter(_make, names))
-    for entry in entries:
-        entry.rename(destination / entry.name)
-    return destination
+def _move_aside(path: Path, what: str, logs: Sequence[str] = (), after: int = -1) -> None:
+    """Move logs and later checkpoints to the next unused ``earlier_run_<number>`` in ``path``."""
+    for partial in path.glob(f"*iteration_*{PARTIAL}"):  # of a save that was killed
+        shutil.rmtree(partial, ignore_errors=True)
+    later = [c for c in path.glob("iteration_*") if (iteration_of(c) or 0) > after]
+    found = [path / name for name in logs if (path / name).exists()]
+    left = [*found, *later, *path.glob("crashed_in_iteration_*")]
+    if left:
+        names = (path / f"earlier_run_{number}" for number in itertools.count(1))
+        destination = next(filter(_make, names))
+        for entry in left:
+            entry.rename(destination / entry.name)
+        logger.warning("%s holds %s: moved to %s", path, what, destination)

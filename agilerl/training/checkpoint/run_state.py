@@ -6,12 +6,15 @@ import logging
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_PLAIN = (str, int, float, type(None), dict, list, tuple)
 
 
 class MemberState(TypedDict):
@@ -30,7 +33,8 @@ class MemberState(TypedDict):
 class RunState(TypedDict):
     """``run_state.json``: all that a run is resumed from but its agents' own checkpoints."""
 
-    run: str
+    format: Annotated[int, FORMAT.__eq__, f"{FORMAT}, the format that this version reads"]
+    run: Annotated[str, lambda run: Path(run).name == run, "the name of a folder"]
     environment: str
     iteration: int
     in_iteration: bool
@@ -46,22 +50,26 @@ class RunState(TypedDict):
     random_of_other_ranks: NotRequired[list[dict[str, Any]]]
 
 
-def check_plain(content: Any, name: str) -> None:
+def check_plain(content: Any, name: str, kinds: tuple[type, ...] = _PLAIN) -> None:
     """Check that JSON gives ``content`` back as it is; tuples may come back as lists.
 
     Raises:
         TypeError: Naming, as ``name`` and the path in it, the first value that JSON does not know.
     """
+    if not isinstance(content, kinds):
+        raise TypeError(
+            f"{name} is {content!r} of type {type(content).__name__}, and a resumed run would get "
+            "it back from JSON as something else or not at all: have state_dict() give text, "
+            "numbers, bools, None, and lists and dicts (with text as keys) of these: int(x) for an "
+            "integer of NumPy, x.tolist() for an array."
+        )
     if isinstance(content, dict):
         for key, value in content.items():
-            if not isinstance(key, str):
-                raise TypeError(_refusal(f"A key of {name}", key))
+            check_plain(key, f"A key of {name}", (str,))
             check_plain(value, f"{name}.{key}")
     elif isinstance(content, list | tuple):
         for number, value in enumerate(content):
             check_plain(value, f"{name}[{number}]")
-    elif content is not None and not isinstance(content, str | int | float):
-        raise TypeError(_refusal(name, content))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -72,32 +80,22 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     partial.replace(path)
 
 
-def _refusal(name: str, value: Any) -> str:
-    return (
-        f"{name} is {value!r} of type {type(value).__name__}, and a resumed run would get it back "
-        "from JSON as something else or not at all: have state_dict() give text, numbers, bools, "
-        "None, and lists and dicts (with text as keys) of these: int(x) for an integer of NumPy, "
-        "x.tolist() for an array."
-    )
-
-
 def random_streams() -> dict[str, Any]:
     """The state of the global streams of Python, NumPy and torch (CUDA too), JSON-compatible."""
     version, words, gauss = random.getstate()
-    streams: dict[str, Any] = _encode(
-        {
-            "python": {"version": version, "words": np.array(words, "<u4"), "gauss": gauss},
-            "numpy": np.random.get_state(legacy=False),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        }
-    )
-    return streams
+    streams = {
+        "python": {"version": version, "words": np.array(words, "<u4"), "gauss": gauss},
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(streams, default=_bytes_in_hex))
+    return plain
 
 
 def set_random_streams(saved: Mapping[str, Any]) -> None:
     """Set the global streams to what :func:`random_streams` gave, CUDA's for as many devices."""
-    streams = _decode(saved)
+    streams = json.loads(json.dumps(saved), object_hook=_from_hex)
     python, cuda = streams["python"], streams["cuda"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(streams["numpy"])
@@ -110,25 +108,14 @@ def set_random_streams(saved: Mapping[str, Any]) -> None:
         logger.warning(message, len(cuda), devices)
 
 
-def _encode(value: Any) -> Any:
-    """Tensors and arrays, also within dicts and lists, as their bytes in hexadecimal digits."""
-    if isinstance(value, torch.Tensor):
-        value = value.cpu().numpy()
-    if isinstance(value, np.ndarray):
-        return {"dtype": value.dtype.str, "hex": value.tobytes().hex()}
-    if isinstance(value, dict):
-        return {key: _encode(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_encode(item) for item in value]
-    return value.item() if isinstance(value, np.generic) else value
+def _bytes_in_hex(value: Any) -> Any:
+    """What JSON holds of a tensor, an array or a number of NumPy."""
+    array = np.asarray(value)
+    return {"dtype": array.dtype.str, "hex": array.tobytes().hex()} if array.ndim else array.item()
 
 
-def _decode(value: Any) -> Any:
-    """Inverse of :func:`_encode`; tensors come back as arrays."""
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if set(value) == {"dtype", "hex"}:
-        return np.frombuffer(bytes.fromhex(value["hex"]), dtype=value["dtype"]).copy()
-    return {key: _decode(item) for key, item in value.items()}
+def _from_hex(entry: dict[str, Any]) -> Any:
+    """The array of :func:`_bytes_in_hex`; other entries as they are."""
+    if entry.keys() != {"dtype", "hex"}:
+        return entry
+    return np.frombuffer(bytes.fromhex(entry["hex"]), dtype=entry["dtype"]).copy()
