@@ -77,5 +77,5 @@ def test_agents_are_set_back_exactly_and_batches_have_to_divide(ranks: list[Any]
         for same_weights, rate, peak in rank["found"].values():
             assert same_weights and peak == 5e-3
             assert rate == pytest.approx(5e-3)  # the end of the warm-up
-        assert "cannot be gone on with here: its batch_size is 15" in rank["refusal"]
+        assert "cannot be resumed here: its batch_size is 15" in rank["refusal"]
         assert "over all 2 processes" in rank["refusal"]
