@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from agilerl.distributed import Ranks
-from agilerl.training.checkpoint.elite import Elite
 from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.checkpoint.run_state import FORMAT, random_streams, set_random_streams
-from agilerl.training.checkpoint.saver import Saver
+from agilerl.training.checkpoint.saver import Elite, Saver
 from agilerl.training.experience import (
     Experience,
     accuracy,

@@ -17,7 +17,6 @@ import torch
 
 import agilerl
 from agilerl.distributed import Ranks
-from agilerl.training.checkpoint.elite import Elite
 from agilerl.training.checkpoint.run_checkpoint import (
     RunCheckpoint,
     find_checkpoint,
@@ -25,6 +24,7 @@ from agilerl.training.checkpoint.run_checkpoint import (
 )
 from agilerl.training.checkpoint.run_directory import RunDirectory, lies_in
 from agilerl.training.checkpoint.run_state import check_plain, write_json
+from agilerl.training.checkpoint.saver import Elite
 from agilerl.training.logs.resumed_files import take_over_logs
 from agilerl.training.logs.run_log import NoLog, RunLog
 from agilerl.training.loop import TrainingLoop

@@ -26,7 +26,7 @@ from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.testing import byte_tokenizer
 from agilerl.training import rank_consistency
-from agilerl.training.checkpoint.elite import Elite
+from agilerl.training.checkpoint.saver import Elite
 from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
 from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Population

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,15 @@ def read_checkpoint(
 
     def read_run() -> dict[str, Any]:
         state = read_state(path)
-        _check_same_run(path, state, population.state_dict() | {"environment": env_name})
+        theirs = _identity(state)
+        own = _identity(population.state_dict() | {"environment": env_name})
+        for what in theirs | own:
+            require(
+                theirs.get(what) == own.get(what),
+                f"{path} is a checkpoint of another run: {what}: {theirs.get(what)!r} there, "
+                f"{own.get(what)!r} here. Pass the population and the environments that the run "
+                "was started with, or leave resume_from out to start a new run.",
+            )
         return state
 
     try:
@@ -164,27 +172,18 @@ def _alternative(path: Path) -> str:
     return f"resume from the one before it: resume_from={str(older[-1])!r}"
 
 
-def _check_same_run(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    for theirs, ours in zip(_identities(saved), _identities(own), strict=False):
-        for what in theirs | ours:
-            if theirs.get(what) != ours.get(what):
-                raise ValueError(
-                    f"{path} is a checkpoint of another run: {what}: {theirs.get(what)!r} there, "
-                    f"{ours.get(what)!r} here. Pass the population and the environments that the "
-                    "run was started with, or leave resume_from out to start a new run."
-                )
-
-
-def _identities(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What does not change while a run trains: of the run, then of each of its environments."""
-    yield {
+def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What does not change while a run trains, by the name that an error gives it."""
+    identity = {
         "agents": [f"{agent['algo']} {agent['index']}" for agent in state["agents"]],
         "environment of each agent": [agent["environment"] for agent in state["agents"]],
         "environment": state["environment"],
     }
-    for env in state["environments"]:
+    for number, env in enumerate(state["environments"]):
         data = {name: env["position"].get(name) for name in ("rows", "seed")} | env
-        yield {f"{name} of the environment": data[name] for name in data if name != "position"}
+        del data["position"]
+        identity |= {f"{name} of environment {number}": value for name, value in data.items()}
+    return identity
 
 
 def write_sums(folder: Path) -> None:

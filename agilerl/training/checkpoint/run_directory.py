@@ -6,16 +6,16 @@ import contextlib
 import itertools
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agilerl.distributed import Ranks
 from agilerl.llm.checkpoint.atomic_directory import (
-    lock_directory,
+    lock_name,
     sync_directory,
     sync_tree,
-    unlock_directory,
+    unlock_name,
 )
 from agilerl.training.checkpoint.run_checkpoint import (
     PARTIAL,
@@ -71,7 +71,7 @@ class RunDirectory(contextlib.ExitStack):
             taken = Path(path)
             taken.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as lock:
-            lock_until_closed(lock, "checkpoint_path", taken, lock_directory, unlock_directory)
+            lock_until_closed(lock, "checkpoint_path", taken, taken / "run")
             if resumed is not None and lies_in(resumed.path, path):
                 _move_aside(taken, "what was saved later", after=resumed.state["iteration"])
             else:
@@ -144,20 +144,14 @@ class RunDirectory(contextlib.ExitStack):
             logger.warning("Old checkpoints in %s could not be removed: %s", self.path, error)
 
 
-def lock_until_closed(
-    stack: contextlib.ExitStack,
-    argument: str,
-    path: Path,
-    lock: Callable[[Path], int],
-    unlock: Callable[[int], None],
-) -> None:
-    """Lock the ``path`` that ``argument`` names, until ``stack`` is closed or the process is gone.
+def lock_until_closed(stack: contextlib.ExitStack, argument: str, path: Path, name: Path) -> None:
+    """Lock ``name`` for the ``path`` that ``argument`` gives, until ``stack`` is closed.
 
     Raises:
         RuntimeError: If another run that has not ended, in any process, uses it.
     """
     try:
-        stack.callback(unlock, lock(path))
+        stack.callback(unlock_name, name.resolve(), lock_name(name))
     except BlockingIOError:
         raise RuntimeError(
             f"{argument}={str(path)!r} belongs to a run that is still going on, and two would "

@@ -2,7 +2,6 @@
 
 # No postponed annotations here: TypedDict would not see NotRequired.
 import json
-import logging
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import numpy as np
 import torch
 
-logger = logging.getLogger(__name__)
+from agilerl.training.logs.files import replace_file
 
 FORMAT = 1
 _PLAIN = (str, int, float, type(None), dict, list, tuple)
@@ -75,9 +74,7 @@ def check_plain(content: Any, name: str, kinds: tuple[type, ...] = _PLAIN) -> No
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file, whole or not at all; values that JSON does not know become their text."""
     text = json.dumps(content, indent=2, default=str, ensure_ascii=False)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-    partial.replace(path)
+    replace_file(path, lambda file: file.write(text + "\n"))
 
 
 def random_streams() -> dict[str, Any]:
@@ -87,25 +84,21 @@ def random_streams() -> dict[str, Any]:
         "python": {"version": version, "words": np.array(words, "<u4"), "gauss": gauss},
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all(),
     }
     plain: dict[str, Any] = json.loads(json.dumps(streams, default=_bytes_in_hex))
     return plain
 
 
 def set_random_streams(saved: Mapping[str, Any]) -> None:
-    """Set the global streams to what :func:`random_streams` gave, CUDA's for as many devices."""
+    """Set the global streams to what :func:`random_streams` gave, CUDA's device by device."""
     streams = json.loads(json.dumps(saved), object_hook=_from_hex)
-    python, cuda = streams["python"], streams["cuda"]
+    python = streams["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(streams["numpy"])
     torch.set_rng_state(torch.from_numpy(streams["torch"]))
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if cuda and len(cuda) == devices:
-        torch.cuda.set_rng_state_all([torch.from_numpy(state) for state in cuda])
-    elif cuda:
-        message = "The checkpoint has random streams of %d CUDA devices, not %d: they start afresh"
-        logger.warning(message, len(cuda), devices)
+    for device, state in zip(range(torch.cuda.device_count()), streams["cuda"], strict=False):
+        torch.cuda.set_rng_state(torch.from_numpy(state), device)
 
 
 def _bytes_in_hex(value: Any) -> Any:

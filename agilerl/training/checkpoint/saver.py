@@ -1,11 +1,12 @@
-"""Saving a run: on schedule, at the end, after a stop, after a crash; and reporting it."""
+"""Saving a run and its best agent: on schedule, after a stop, after a crash; and reporting it."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,16 @@ from typing import Any
 from safetensors import SafetensorError
 
 from agilerl.distributed import Ranks
+from agilerl.llm.checkpoint.atomic_directory import (
+    complete_directory,
+    holds_directory,
+    move_aside,
+    refuse_to_replace,
+)
+from agilerl.llm.checkpoint.checkpoint_files import ATTRIBUTES_FILE
 from agilerl.llm.update import NonFiniteUpdateError
-from agilerl.training.checkpoint.elite import Elite
 from agilerl.training.checkpoint.run_checkpoint import checkpoint_name
-from agilerl.training.checkpoint.run_directory import RunDirectory
+from agilerl.training.checkpoint.run_directory import RunDirectory, lock_until_closed
 from agilerl.training.logs.run_log import RunLog
 from agilerl.training.population import Population
 from agilerl.training.protocols import Agent
@@ -24,6 +31,89 @@ from agilerl.training.protocols import Agent
 logger = logging.getLogger(__name__)
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Elite(contextlib.ExitStack):
+    """Saves the best agent of one run; a context, in which no other run can save there.
+
+    A checkpoint that is there already is kept: the run's first save moves it to
+    ``<path>.earlier_1`` (2, 3, ...). An untrained agent is no reason to move it, so where there is
+    one, it stays until the run has an agent that training made better. ``run.txt`` in a saved elite
+    has the name of its run.
+
+    Args:
+        path: Directory of the checkpoint.
+        run: Name of the run.
+        ranks: The processes of the run, which must all call every method; rank 0 writes.
+
+    Raises:
+        RuntimeError: If another run that has not ended, in any process, saves there.
+        ValueError: If it holds files that are no checkpoint, which saving would remove.
+    """
+
+    def __init__(self, path: str | Path, run: str, ranks: Ranks) -> None:
+        super().__init__()
+        self.path, self.run, self._ranks = Path(path), run, ranks
+        self.saved = False
+        """Whether this run has saved its best agent there."""
+        ranks.on_rank_zero(self._take)
+
+    def _take(self) -> None:
+        try:
+            refuse_to_replace(self.path, ATTRIBUTES_FILE)
+        except FileExistsError as error:
+            raise ValueError(f"elite_path={str(self.path)!r} cannot be replaced: {error}") from None
+        lock_until_closed(self, "elite_path", self.path, self.path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For run checkpoints."""
+        return {"path": str(self.path.resolve()), "saved": self.saved}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take over the elite of the run that is resumed, also if it was saved after ``state``.
+
+        One that was saved elsewhere stays there.
+        """
+
+        def is_of_this_run() -> bool:
+            if state == {**self.state_dict(), "saved": True}:
+                return True
+            with contextlib.suppress(OSError, UnicodeError):
+                return self._run_file().read_text(encoding="utf-8") == self.run
+            return False
+
+        # Decided by one process: the same place may have another name on another machine.
+        self.saved = self._ranks.on_rank_zero(is_of_this_run)
+
+    def save(self, agent: Agent, trained: bool) -> None:
+        """Save the best agent so far; ``trained`` is False before the first iteration.
+
+        Raises:
+            FileExistsError: If ``path`` holds something that is not a checkpoint.
+        """
+        if self.saved or self._ranks.on_rank_zero(lambda: self._make_room(trained)):
+            agent.save_checkpoint(self.path)
+            self.saved = True
+            self._ranks.on_rank_zero(self._note_run)
+
+    def _make_room(self, trained: bool) -> bool:
+        """Move an earlier run's elite out of the way; False: it stays, and nothing is saved."""
+        if not holds_directory(self.path, ATTRIBUTES_FILE):
+            return True
+        if trained:
+            moved = move_aside(self.path, ATTRIBUTES_FILE)
+            logger.warning("The elite of an earlier run was moved from %s to %s", self.path, moved)
+        else:
+            message = "%s holds the elite of an earlier run: it stays there until training helps"
+            logger.warning(message, self.path)
+        return trained
+
+    def _note_run(self) -> None:
+        with contextlib.suppress(OSError):  # without it the elite counts as an earlier run's: kept
+            self._run_file().write_text(self.run, encoding="utf-8")
+
+    def _run_file(self) -> Path:
+        return complete_directory(self.path, ATTRIBUTES_FILE) / "run.txt"
 
 
 @dataclass(frozen=True)
@@ -57,26 +147,25 @@ class Saver:
 
     def save_after_stop(self, signal_name: str, iteration: int, evaluated: bool) -> None:
         """Save the run, and say where."""
+        message = f"Stopped by {signal_name} after iteration {iteration}"
         try:
             where = self._save(checkpoint_name(iteration, evaluated))
         except Exception as error:
-            error.add_note(
-                f"Stopped by {signal_name} after iteration {iteration}, which could not be "
-                f"saved. The newest checkpoint: {self._newest()}"
-            )
+            error.add_note(f"{message}, which could not be saved. {self._newest()}")
             raise
         self.directory.prune(self.keep)
-        message = f"Stopped by {signal_name} after iteration {iteration}. Saved to {where}"
+        message += f". Saved to {where}"
         if self.elite is not None and self.elite.saved:
             message += f"; the best agent so far is in {self.elite.path}"
         if self.ranks.rank == 0:
             logger.info(message)
-            self.log.say(message)
+        self.log.say(message)
 
     def rescue(self, error: Exception, iteration: int, trained: bool) -> None:
         """Save the agents, if they were trained, before ``error`` is raised; note in it where."""
+        logs = f"Logs are in {self.directory.path}"
         if not trained:
-            error.add_note(f"Nothing was trained yet. Logs are in {self.directory.path}")
+            error.add_note(f"Nothing was trained yet. {logs}")
             return
         # On several ranks the others may be anywhere, and saving takes all of them; only this
         # error is known to be raised on all.
@@ -84,20 +173,17 @@ class Saver:
             error.add_note(
                 f"Process {self.ranks.rank} of {self.ranks.world_size} ended with this error in "
                 f"iteration {iteration}; if another process died, which raises errors in the "
-                f"others, the launcher names it. The newest checkpoint: {self._newest()}"
+                f"others, the launcher names it. {self._newest()}"
             )
             return
         try:
             where = self._save(f"crashed_in_{checkpoint_name(iteration)}", in_iteration=True)
-        except Exception as second:
-            logger.exception("Could not save the agents after %r", error)
-            error.add_note(
-                f"The agents could not be saved ({second!r}). Logs are in {self.directory.path}"
-            )
-        else:
-            if self.ranks.rank == 0:
-                logger.error("Iteration %d failed; the agents were saved to %s", iteration, where)
-            error.add_note(f"Iteration {iteration} failed. The agents were saved to {where}")
+            note = f"Iteration {iteration} failed. The agents were saved to {where}"
+        except Exception as second:  # noqa: BLE001 - it must not hide the first
+            note = f"The agents could not be saved ({second!r}). {logs}"
+        error.add_note(note)
+        if self.ranks.rank == 0:
+            logger.error(note)
         if newest := self.directory.newest_checkpoint():
             error.add_note(f"To resume from before that: resume_from={str(newest)!r}")
 
@@ -116,17 +202,17 @@ class Saver:
             remedy = "Free disk space" if is_no_room(error) else "Make the directory writable"
             message = (
                 f"The {what} could NOT be saved in {where}: {error!r}. Training continues, and "
-                f"earlier checkpoints are kept (the newest: {self._newest()}). {remedy}: later "
-                "saves are tried as planned."
+                f"earlier checkpoints are kept. {self._newest()}. {remedy}: later saves are tried "
+                "as planned."
             )
             if self.ranks.rank == 0:
                 logger.error(message, exc_info=error)
-                self.log.say(message)
+            self.log.say(message)
             return False
         return True
 
     def _newest(self) -> str:
-        return str(self.directory.newest_checkpoint() or "none")
+        return f"The newest checkpoint: {self.directory.newest_checkpoint() or 'none'}"
 
 
 def is_no_room(error: Exception) -> bool:

@@ -199,7 +199,7 @@ def replace_file(path: Path, write: Callable[[TextIO], Any]) -> None:
     """Swap in a file written anew, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("w", newline="", encoding="utf-8") as file:
+        with partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
