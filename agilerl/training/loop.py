@@ -127,7 +127,6 @@ class TrainingLoop:
             "in_iteration": in_iteration,
             "wall_seconds": time.perf_counter() - self._started,
             **self.population.state_dict(),
-            "elite": None if self.elite is None else self.elite.state_dict(),
             "unevaluated_rows": self._unevaluated,
             "log": self.log.state_dict(),
             "random": streams[0],
@@ -139,7 +138,7 @@ class TrainingLoop:
         self.population.load_state_dict(state)
         self.iteration = state["iteration"]
         if self.elite is not None:
-            self.elite.load_state_dict(state["elite"])
+            self.elite.resume(state["run"])
         self._unevaluated = state["unevaluated_rows"]
         self.progress = Progress.RESUMED
         self._started = time.perf_counter() - state["wall_seconds"]

@@ -19,14 +19,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from resume_helpers import differences, everything, make_agents, reseed, run_reasoning, seed_all
-
-from agilerl.training.checkpoint.run_checkpoint import (
-    PARTIAL,
-    complete_checkpoints,
-    iteration_of,
-    read_state,
+from resume_helpers import (
+    differences,
+    everything,
+    make_agents,
+    reseed,
+    run_reasoning,
+    seed_all,
+    state_of,
 )
+
+from agilerl.training.checkpoint.run_checkpoint import PARTIAL, complete_checkpoints, iteration_of
 
 KILLS = 20
 MAX_STEPS = 60  # 36 iterations
@@ -79,9 +82,9 @@ def last_row(path: Path) -> int:
 
 
 def check(path: Path) -> int:
-    """Load the newest complete checkpoint; returns how many whole iterations are not in it."""
+    """How many whole iterations are not in the newest checkpoint, which the next child reads."""
     complete = complete_checkpoints(path)
-    newest = read_state(complete[-1])["iteration"] if complete else 0
+    newest = state_of(complete[-1])["iteration"] if complete else 0
     return max(last_row(path) - newest, 0)
 
 

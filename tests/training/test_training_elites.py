@@ -21,9 +21,11 @@ from resume_helpers import (
 )
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.distributed import Ranks
 from agilerl.llm.checkpoint.checkpoint_files import ATTRIBUTES_FILE
 from agilerl.llm_envs import ReasoningGym
 from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
+from agilerl.training.checkpoint.saver import Elite
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 
@@ -139,6 +141,20 @@ def test_an_elite_whose_replacement_was_killed_is_kept_too() -> None:
     assert saved("run/elite.earlier_1") == (1, 2)
 
 
+def test_a_resumed_run_goes_on_with_its_own_elite_only() -> None:
+    with Elite("elite", "first", Ranks()) as elite:
+        elite.save(FakeAgent(1), trained=True)
+    with Elite("elite", "first_elsewhere", Ranks()) as elite:
+        elite.resume("other")
+        assert not elite.saved
+        elite.resume("first")
+        assert elite.saved
+    with Elite("elite", "first", Ranks()) as elite:
+        elite.resume("first")  # what goes on elsewhere has taken the elite over
+        elite.save(FakeAgent(2), trained=True)
+    assert (saved("elite"), saved("elite.earlier_1")) == ((2, 0), (1, 0))
+
+
 @pytest.mark.process
 def test_an_elite_of_a_run_that_was_killed_before_its_next_checkpoint_is_its_own() -> None:
     """However often it is killed there; that of an earlier run is moved once."""
@@ -172,7 +188,7 @@ def test_an_elite_of_a_run_that_was_killed_before_its_next_checkpoint_is_its_own
     for _ in range(2):
         assert wait(start(lambda: go_on(killed=True))) == -signal.SIGKILL
         assert checkpoints_in(Path("run")) == ["iteration_00000002"]
-        assert not state_of(Path("run/iteration_00000002"))["elite"]["saved"]
+        assert state_of(Path("run/iteration_00000002"))["best"]["iteration"] == 0
     assert wait(start(lambda: go_on(killed=False))) == 0
     assert sorted(path.name for path in Path().glob("elite*")) == ["elite", "elite.earlier_1"]
     assert not list(Path("elite.earlier_1").glob("actor"))

@@ -34,7 +34,6 @@ STATE_FILE = "run_state.json"
 SUMS_FILE = "SHA256SUMS"
 PARTIAL = ".partial"
 _NAME = re.compile(r"(crashed_in_)?iteration_(\d+)(_evaluated)?")
-_AGENTS_ONLY = "load its agents with load_checkpoint, to start a new run with"
 
 
 @dataclass(frozen=True)
@@ -99,14 +98,12 @@ def find_checkpoint(resume_from: str | Path) -> Path:
         return path
     if children := complete_checkpoints(path):
         return children[-1]
-    message = (
+    raise FileNotFoundError(
         f"resume_from={str(resume_from)!r} holds no complete run checkpoint: pass the "
         "checkpoint_path of a run that had checkpoint_steps set, or one of its "
-        "iteration_<number> folders; leave resume_from out to start a new run"
+        "iteration_<number> folders; leave resume_from out to start a new run. From a "
+        "crashed_in_iteration_<number> folder only agents can be loaded, with load_checkpoint"
     )
-    for crashed in sorted(path.glob("crashed_in_iteration_*"))[-1:]:
-        message += f". {crashed} was saved in the middle of an iteration: {_AGENTS_ONLY}"
-    raise FileNotFoundError(message)
 
 
 def read_checkpoint(
@@ -121,7 +118,7 @@ def read_checkpoint(
     """
 
     def read_run() -> dict[str, Any]:
-        state = read_state(path)
+        state = _read_state(path)
         theirs = _identity(state)
         own = _identity(population.state_dict() | {"environment": env_name})
         for what in theirs | own:
@@ -143,13 +140,8 @@ def read_checkpoint(
     return RunCheckpoint(path, state, agents)
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """The content of ``run_state.json``, after checking that every file is as it was written.
-
-    Raises:
-        DamagedCheckpointError: Naming the file that is missing, damaged or of another version.
-        ValueError: If it was saved in the middle of an iteration.
-    """
+def _read_state(path: Path) -> dict[str, Any]:
+    """The content of ``run_state.json``, after checking that every file is as it was written."""
     _check_sums(path)
     file = path / STATE_FILE
     with reading(file):
@@ -158,7 +150,8 @@ def read_state(path: Path) -> dict[str, Any]:
     require(
         not state["in_iteration"],
         f"{path} was saved in the middle of iteration {state['iteration']}, which failed: a run "
-        f"cannot be resumed from there; {_alternative(path)}, or {_AGENTS_ONLY}",
+        f"cannot be resumed from there; {_alternative(path)}, or load its agents with "
+        "load_checkpoint, to start a new run with",
     )
     return state
 

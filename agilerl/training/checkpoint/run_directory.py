@@ -79,10 +79,6 @@ class RunDirectory(contextlib.ExitStack):
             self.enter_context(lock.pop_all())
         return taken
 
-    def newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint, None if there is none."""
-        return next(reversed(complete_checkpoints(self.path)), None)
-
     def write_checkpoint(
         self, name: str, agents: Sequence[Agent], run_state: Mapping[str, Any]
     ) -> Path:
@@ -133,9 +129,7 @@ class RunDirectory(contextlib.ExitStack):
         if self._ranks.rank > 0:
             return
         try:
-            children = complete_checkpoints(self.path)
-            kept = {*children[-keep:], best_checkpoint(self.path)}
-            for child in [child for child in children if child not in kept]:
+            for child in {*complete_checkpoints(self.path)[:-keep]} - {best_checkpoint(self.path)}:
                 # Removing takes a while, and a kill meanwhile must not leave half of a checkpoint.
                 doomed = child.with_name(child.name + PARTIAL)
                 child.rename(doomed)

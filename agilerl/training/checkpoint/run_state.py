@@ -40,7 +40,6 @@ class RunState(TypedDict):
     wall_seconds: float
     fitness: float | None
     best: dict[str, Any] | None
-    elite: dict[str, Any] | None
     agents: list[MemberState]
     environments: list[dict[str, Any]]
     unevaluated_rows: list[dict[str, float]] | None

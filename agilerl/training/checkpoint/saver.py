@@ -6,7 +6,7 @@ import contextlib
 import errno
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from agilerl.llm.checkpoint.atomic_directory import (
 )
 from agilerl.llm.checkpoint.checkpoint_files import ATTRIBUTES_FILE
 from agilerl.llm.update import NonFiniteUpdateError
-from agilerl.training.checkpoint.run_checkpoint import checkpoint_name
+from agilerl.training.checkpoint.run_checkpoint import checkpoint_name, complete_checkpoints
 from agilerl.training.checkpoint.run_directory import RunDirectory, lock_until_closed
 from agilerl.training.logs.run_log import RunLog
 from agilerl.training.population import Population
@@ -65,25 +65,18 @@ class Elite(contextlib.ExitStack):
             raise ValueError(f"elite_path={str(self.path)!r} cannot be replaced: {error}") from None
         lock_until_closed(self, "elite_path", self.path, self.path)
 
-    def state_dict(self) -> dict[str, Any]:
-        """For run checkpoints."""
-        return {"path": str(self.path.resolve()), "saved": self.saved}
+    def resume(self, run: str) -> None:
+        """Go on with the elite at ``path`` if it is that of ``run``, which is resumed."""
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take over the elite of the run that is resumed, also if it was saved after ``state``.
-
-        One that was saved elsewhere stays there.
-        """
-
-        def is_of_this_run() -> bool:
-            if state == {**self.state_dict(), "saved": True}:
-                return True
+        def goes_on() -> bool:
             with contextlib.suppress(OSError, UnicodeError):
-                return self._run_file().read_text(encoding="utf-8") == self.run
+                if self._run_file().read_text(encoding="utf-8") in (self.run, run):
+                    self._note_run()
+                    return True
             return False
 
         # Decided by one process: the same place may have another name on another machine.
-        self.saved = self._ranks.on_rank_zero(is_of_this_run)
+        self.saved = self._ranks.on_rank_zero(goes_on)
 
     def save(self, agent: Agent, trained: bool) -> None:
         """Save the best agent so far; ``trained`` is False before the first iteration.
@@ -151,7 +144,9 @@ class Saver:
         try:
             where = self._save(checkpoint_name(iteration, evaluated))
         except Exception as error:
-            error.add_note(f"{message}, which could not be saved. {self._newest()}")
+            error.add_note(
+                f"{message}, which could not be saved. The newest checkpoint: {self._newest()}"
+            )
             raise
         self.directory.prune(self.keep)
         message += f". Saved to {where}"
@@ -173,7 +168,7 @@ class Saver:
             error.add_note(
                 f"Process {self.ranks.rank} of {self.ranks.world_size} ended with this error in "
                 f"iteration {iteration}; if another process died, which raises errors in the "
-                f"others, the launcher names it. {self._newest()}"
+                f"others, the launcher names it. The newest checkpoint: {self._newest()}"
             )
             return
         try:
@@ -184,7 +179,7 @@ class Saver:
         error.add_note(note)
         if self.ranks.rank == 0:
             logger.error(note)
-        if newest := self.directory.newest_checkpoint():
+        if newest := self._newest():
             error.add_note(f"To resume from before that: resume_from={str(newest)!r}")
 
     def _save(self, name: str, in_iteration: bool = False) -> Path:
@@ -202,8 +197,8 @@ class Saver:
             remedy = "Free disk space" if is_no_room(error) else "Make the directory writable"
             message = (
                 f"The {what} could NOT be saved in {where}: {error!r}. Training continues, and "
-                f"earlier checkpoints are kept. {self._newest()}. {remedy}: later saves are tried "
-                "as planned."
+                f"earlier checkpoints are kept (the newest: {self._newest()}). {remedy}: later "
+                "saves are tried as planned."
             )
             if self.ranks.rank == 0:
                 logger.error(message, exc_info=error)
@@ -211,8 +206,8 @@ class Saver:
             return False
         return True
 
-    def _newest(self) -> str:
-        return f"The newest checkpoint: {self.directory.newest_checkpoint() or 'none'}"
+    def _newest(self) -> Path | None:
+        return next(reversed(complete_checkpoints(self.directory.path)), None)
 
 
 def is_no_room(error: Exception) -> bool:
