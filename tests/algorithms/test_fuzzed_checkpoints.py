@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agilerl.algorithms import GRPO
-from agilerl.llm.checkpoint.optimizer_shards import Fragment, Shard, write_shard
+from agilerl.llm.checkpoint.optimizer_shards import Fragment, write_shard
 from agilerl.llm.config import CosineLRScheduleConfig
 
 MARKER = "attributes.pt"
@@ -56,8 +56,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             half = entry["exp_avg"].numel() // 2
             cut = slice(half) if rank == 0 else slice(half, None)
             flat = {n: entry[n].flatten()[cut] for n in ("exp_avg", "exp_avg_sq")}
+            flat["step"] = entry["step"]
             fragments[number] = Fragment(tuple(entry["exp_avg"].shape), half * rank, flat)
-        write_shard(paths["shards"], rank, Shard(torch.tensor(2.0), fragments))
+        write_shard(paths["shards"], rank, fragments)
     return paths
 
 

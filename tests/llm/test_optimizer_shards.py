@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from agilerl.llm.checkpoint.optimizer_shards import (
     Fragment,
-    Shard,
     assemble,
     read_shards,
+    shard_file,
     write_shard,
 )
 
@@ -28,21 +30,22 @@ STATE = {
 }
 
 
-def cut(*ends: int) -> list[Shard]:
+def cut(*ends: int) -> list[dict[int, Fragment]]:
     """Cut the 15 elements of all parameters, one behind the other, at these places."""
     shards = []
     for start, end in zip([0, *ends], [*ends, sum(SIZES)], strict=True):
-        fragments, offset = {}, 0
+        fragments: dict[int, Fragment] = {}
+        offset = 0
         for number, size in enumerate(SIZES):
             first, last = max(start - offset, 0), min(end - offset, size)
             if first < last:
-                moments = {
-                    name: STATE[number][name].flatten()[first:last]
-                    for name in ("exp_avg", "exp_avg_sq")
+                state = {
+                    name: values if name == "step" else values.flatten()[first:last]
+                    for name, values in STATE[number].items()
                 }
-                fragments[number] = Fragment(SHAPES[number], first, moments)
+                fragments[number] = Fragment(SHAPES[number], first, state)
             offset += size
-        shards.append(Shard(torch.tensor(3.0), fragments))
+        shards.append(fragments)
     return shards
 
 
@@ -62,16 +65,29 @@ def test_any_cut_is_put_together_again(ends: tuple[int, ...], tmp_path: Path) ->
 def test_parameter_groups_may_count_their_steps_apart(tmp_path: Path) -> None:
     shards = cut(7)
     for rank, shard in enumerate(shards):
-        steps = {n: torch.tensor(float(n)) for n in shard.fragments}
-        own = {n: replace(f, step=steps[n]) for n, f in shard.fragments.items()}
-        write_shard(tmp_path, rank, Shard(shard.step, own))
+        own = {
+            n: replace(f, state=f.state | {"step": torch.tensor(float(n))})
+            for n, f in shard.items()
+        }
+        write_shard(tmp_path, rank, own)
     found = read_shards(tmp_path, len(shards), 3)
     assert [found[n]["step"] for n in range(3)] == [0.0, 1.0, 2.0]
 
 
+def test_files_with_one_count_of_steps_for_all_are_read(tmp_path: Path) -> None:
+    (shard,) = cut()
+    write_shard(tmp_path, 0, shard)
+    file = shard_file(tmp_path, 0)
+    with safe_open(file, "pt") as stored:
+        header = stored.metadata()
+    tensors = {n: t for n, t in load_file(file).items() if not n.endswith("step")}
+    save_file(tensors | {"step": torch.tensor(3.0)}, file, metadata=header)
+    assert [read_shards(tmp_path, 1, 3)[n]["step"] for n in range(3)] == [3.0] * 3
+
+
 def test_before_the_first_step_there_is_nothing(tmp_path: Path) -> None:
     for rank in range(2):
-        write_shard(tmp_path, rank, Shard(None, {}))
+        write_shard(tmp_path, rank, {})
     assert read_shards(tmp_path, 2, 3) == {}
 
 

@@ -17,11 +17,11 @@ from agilerl.llm.checkpoint.schema import AdapterConfig, check, damaged, reading
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
-# Where an adapter came from and how it was initialised.
-_IGNORED = {
+ORIGIN_FIELDS = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "loftq_config",
     "lora_ga_config", "peft_version", "revision", "runtime_config",
 }  # fmt: skip
+"""Fields of a LoRA config that say where it came from and how it was initialised."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def lora_config_from(file: Path, content: Any) -> LoraConfig:
     require(kind == "LORA", f"{file} is that of a {kind} adapter; only LoRA can be loaded")
     check(file, content, AdapterConfig)
     names, defaults = AdapterConfig.__annotations__.keys(), LoraConfig().to_dict()
-    other = sorted(content.keys() - names - _IGNORED)
+    other = sorted(content.keys() - names - ORIGIN_FIELDS)
     refused = {n: content[n] for n in other if content[n] and content[n] != defaults.get(n)}
     require(
         not refused,

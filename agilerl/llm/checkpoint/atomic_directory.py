@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -19,7 +20,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from agilerl.checks import require
 
@@ -46,17 +47,21 @@ def atomic_directory(path: Path, marker: str) -> Iterator[Path]:
     _remove_leftovers(path, marker)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     temporary.mkdir()
-    # Held until the end, or until the kernel releases it for a process that was killed: that is
-    # how the next writer tells a leftover from work in progress.
-    lock = _try_lock(temporary)
-    try:
+    with contextlib.ExitStack() as stack:
+        # Held until the end, or until the kernel releases it for a process that was killed: that
+        # is how the next writer tells a leftover from work in progress.
+        with contextlib.suppress(OSError):  # a file system without locks
+            stack.callback(unlock_directory, lock_directory(temporary))
+        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         yield temporary
         sync_tree(temporary)
-        _replace(path, temporary, marker)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if lock is not None:
-            unlock_directory(lock)
+        previous = _beside(path, "previous")
+        if (path / marker).is_file():
+            shutil.rmtree(previous, ignore_errors=True)
+            path.rename(previous)
+        temporary.rename(path)
+        sync_directory(path.parent)
+        shutil.rmtree(previous, ignore_errors=True)
 
 
 def complete_directory(path: Path, marker: str) -> Path:
@@ -66,16 +71,16 @@ def complete_directory(path: Path, marker: str) -> Path:
         FileNotFoundError: If neither holds ``marker``.
     """
     path = path.expanduser().resolve()
-    if (path / marker).is_file():
-        return path
     require(
-        (_previous(path) / marker).is_file(),
+        holds_directory(path, marker),
         f"{path} holds no checkpoint: there is no {marker} in it; pass the directory that "
         "save_checkpoint wrote",
         FileNotFoundError,
     )
+    if (path / marker).is_file():
+        return path
     logger.warning("%s was being replaced when its writer died; the previous one is used", path)
-    return _previous(path)
+    return _beside(path, "previous")
 
 
 def read_directory(path: Path, marker: str, read: Callable[[Path], T]) -> T:
@@ -90,22 +95,21 @@ def read_directory(path: Path, marker: str, read: Callable[[Path], T]) -> T:
     """
     for _ in range(READ_ATTEMPTS):
         folder = complete_directory(path, marker)
-        try:
-            # While it is open its number on the disk is not given to another.
-            descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        try:
-            result, error = read(folder), None
-        except (OSError, ValueError) as raised:
-            result, error = None, raised
-        finally:
-            same = _is_at(folder, descriptor)
-            os.close(descriptor)
-        if same and error is not None:
-            raise error
-        if same:
-            return cast(T, result)
+        with contextlib.ExitStack() as stack:
+            try:
+                # While it is open its number on the disk is not given to another.
+                descriptor = os.open(folder, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            stack.callback(os.close, descriptor)
+            try:
+                result = read(folder)
+            except (OSError, ValueError):
+                if _is_at(folder, descriptor):
+                    raise
+            else:
+                if _is_at(folder, descriptor):
+                    return result
     raise RuntimeError(
         f"{path} was replaced faster than it could be read, {READ_ATTEMPTS} times; read a copy"
     )
@@ -122,30 +126,18 @@ def _is_at(path: Path, descriptor: int) -> bool:
 def holds_directory(path: Path, marker: str) -> bool:
     """Whether :func:`complete_directory` would find one at ``path``."""
     path = path.expanduser().resolve()
-    return (path / marker).is_file() or (_previous(path) / marker).is_file()
+    return (path / marker).is_file() or (_beside(path, "previous") / marker).is_file()
 
 
 def move_aside(path: Path, marker: str) -> Path:
     """Move a complete directory to ``<name>.earlier_1`` (2, 3, ...) beside it; returns that."""
     held = complete_directory(path, marker)
     path = path.expanduser().resolve()
-    number = 1
-    while (target := path.with_name(f"{path.name}.earlier_{number}")).exists():
-        number += 1
+    names = (f"{path.name}.earlier_{number}" for number in itertools.count(1))
+    target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     held.rename(target)
     sync_directory(path.parent)
     return target
-
-
-def _replace(path: Path, temporary: Path, marker: str) -> None:
-    previous = _previous(path)
-    if (path / marker).is_file():
-        if previous.exists():
-            shutil.rmtree(previous)
-        path.rename(previous)
-    temporary.rename(path)
-    sync_directory(path.parent)
-    shutil.rmtree(previous, ignore_errors=True)
 
 
 def refuse_to_replace(path: Path, marker: str) -> None:
@@ -169,20 +161,15 @@ def _remove_leftovers(path: Path, marker: str) -> None:
     """Delete what killed writers of ``path`` left behind; what another is writing is locked."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
     for leftover in [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]:
-        lock = _try_lock(leftover)
-        if lock is not None:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            stack.callback(unlock_directory, lock_directory(leftover))
             shutil.rmtree(leftover, ignore_errors=True)
-            unlock_directory(lock)
     if (path / marker).is_file():
-        shutil.rmtree(_previous(path), ignore_errors=True)
+        shutil.rmtree(_beside(path, "previous"), ignore_errors=True)
 
 
-def _previous(path: Path) -> Path:
-    return path.with_name(f".{path.name}.previous")
-
-
-def lock_directory(folder: Path) -> int:
-    """Lock a directory against other processes, and against other calls in this one.
+def lock_directory(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Lock a directory or file against other processes, and against other calls in this one.
 
     The kernel releases the lock however the process ends.
 
@@ -193,7 +180,13 @@ def lock_directory(folder: Path) -> int:
         BlockingIOError: If it is locked.
         OSError: If it does not exist, or lies on a file system without locks.
     """
-    return _locked(os.open(folder, os.O_RDONLY))
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def unlock_directory(descriptor: int) -> None:
@@ -207,42 +200,23 @@ def lock_name(path: Path) -> int:
 
     A directory that is replaced takes its own lock with it, so this one is on a file beside it.
     """
-    file = _lock_file(path)
+    file = _beside(path, "lock")
     file.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        descriptor = _locked(os.open(file, os.O_RDWR | os.O_CREAT, 0o666))
-        if _is_at(file, descriptor):
-            return descriptor
+    while not _is_at(file, descriptor := lock_directory(file, os.O_RDWR | os.O_CREAT)):
         # Its owner removed the file between the two calls: lock the one that is there now.
         os.close(descriptor)
+    return descriptor
 
 
 def unlock_name(path: Path, descriptor: int) -> None:
     """Release a name and remove its file."""
-    _lock_file(path).unlink(missing_ok=True)
+    _beside(path, "lock").unlink(missing_ok=True)
     unlock_directory(descriptor)
 
 
-def _lock_file(path: Path) -> Path:
+def _beside(path: Path, kind: str) -> Path:
     path = path.expanduser().resolve()
-    return path.with_name(f".{path.name}.lock")
-
-
-def _locked(descriptor: int) -> int:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _try_lock(folder: Path) -> int | None:
-    """Lock a directory; None where it is locked, gone or cannot be."""
-    try:
-        return lock_directory(folder)
-    except OSError:
-        return None
+    return path.with_name(f".{path.name}.{kind}")
 
 
 def sync_tree(folder: Path) -> None:

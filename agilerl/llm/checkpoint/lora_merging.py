@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import get_pattern_key
 
 from agilerl.checks import require
-from agilerl.llm.checkpoint.adapter_files import SavedAdapter, adapter_state_dict
+from agilerl.llm.checkpoint.adapter_files import ORIGIN_FIELDS, SavedAdapter, adapter_state_dict
 from agilerl.llm.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -25,12 +25,9 @@ logger = logging.getLogger(__name__)
 _MAGNITUDE = ".lora_magnitude_vector"
 
 # Fields that do not change what an adapter computes or holds.
-_NO_EFFECT = {
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights",
-    "loftq_config", "lora_dropout", "peft_type", "peft_version", "revision", "runtime_config",
-    "task_type",
+_NO_EFFECT = ORIGIN_FIELDS | {
+    "inference_mode", "init_lora_weights", "lora_dropout", "peft_type", "task_type",
 }  # fmt: skip
-_MERGED = ("r", "target_modules", "modules_to_save", "use_dora")
 # Padding cannot make up for a difference in these.
 _NOT_MERGED = (
     "rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices",
@@ -40,10 +37,16 @@ _NOT_MERGED = (
 
 def differing_fields(live: LoraConfig, saved: LoraConfig) -> dict[str, tuple[Any, Any]]:
     """Fields in which two configs describe different adapters, as ``(live, saved)``."""
-    own, other = _comparable(live), _comparable(saved)
-    return {
-        n: (own.get(n), other.get(n)) for n in sorted(own | other) if own.get(n) != other.get(n)
+
+    def comparable(value: Any) -> Any:
+        return sorted(value) if isinstance(value, set | list | tuple) else value or None
+
+    own, other = live.to_dict(), saved.to_dict()
+    pairs = {
+        name: (comparable(own.get(name)), comparable(other.get(name)))
+        for name in sorted((own | other).keys() - _NO_EFFECT)
     }
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def with_live_targets(policy: Policy, role: str, adapter: SavedAdapter) -> SavedAdapter:
@@ -104,7 +107,7 @@ def merge_configs(live: LoraConfig, saved: LoraConfig) -> LoraConfig:
     )
     merged.use_dora = live.use_dora or saved.use_dora
     for name, (own, other) in differing.items():
-        if name not in _MERGED:
+        if name not in ("r", "target_modules", "modules_to_save", "use_dora"):
             logger.warning(
                 "LoRA configs differ in %s: the agent's %r is kept, not the checkpoint's %r",
                 name,
@@ -128,18 +131,17 @@ def fresh_adapters(policy: Policy, configs: Mapping[str, LoraConfig], seed: int)
             for role, config in configs.items():
                 policy.slots[role] = policy.base.add_slot(role, config)
         yield
+        dropped = {old_slots[role] for role in configs}
     except BaseException:
-        new_slots = [slot for role, slot in policy.slots.items() if slot != old_slots[role]]
+        dropped = {*policy.slots.values()} - {*old_slots.values()}
         policy.lora_configs = old_configs
         policy.slots.update(old_slots)
-        for slot in new_slots:
+        raise
+    finally:
+        for slot in dropped:
             policy.base.remove_slot(slot)
         _remove_half_made(policy.model)
         policy.set_role(policy.role)
-        raise
-    for role in configs:
-        policy.base.remove_slot(old_slots[role])
-    policy.set_role(policy.role)
 
 
 def fit_adapter(policy: Policy, role: str, saved: SavedAdapter) -> dict[str, torch.Tensor]:
@@ -151,27 +153,25 @@ def fit_adapter(policy: Policy, role: str, saved: SavedAdapter) -> dict[str, tor
     Raises:
         ValueError: If the tensors do not fit into the role's adapter.
     """
-    live = adapter_state_dict(policy.model, policy.slot(role))
-    unknown = sorted(saved.tensors.keys() - live.keys())
+    live, config = adapter_state_dict(policy.model, policy.slot(role)), policy.lora_configs[role]
+    same = not differing_fields(config, saved.config)
+    padded = {
+        name: _padded(name, fresh, saved, config)
+        for name, fresh in live.items()
+        if name in saved.tensors or not (same or name.endswith(_MAGNITUDE))
+    }
+    problems = {
+        "has tensors that this agent's has not": sorted(saved.tensors.keys() - live.keys()),
+        "lacks tensors": sorted(live.keys() - saved.tensors.keys()) if same else [],
+        "has tensors in another shape": [n for n, tensor in padded.items() if tensor is None],
+    }
+    found = "; ".join(f"{what}: {names[:4]}" for what, names in problems.items() if names)
     require(
-        not unknown,
-        f"the checkpoint's {role} adapter has tensors that this agent's has not: {unknown[:4]}; it "
-        "was trained on another model, or its files are damaged",
+        not found,
+        f"the checkpoint's {role} adapter {found}; it was trained on another model, or its files "
+        "are damaged",
     )
-    if differing_fields(policy.lora_configs[role], saved.config):
-        return {
-            name: _padded(name, fresh, saved, policy.lora_configs[role])
-            for name, fresh in live.items()
-            if name in saved.tensors or not name.endswith(_MAGNITUDE)
-        }
-    tensors = saved.tensors
-    bad = [n for n in live if n not in tensors or tensors[n].shape != live[n].shape]
-    require(
-        not bad,
-        f"the checkpoint's {role} adapter lacks tensors, or has them in another shape than this "
-        f"agent's: {bad[:4]}; it was trained on another model, or its files are damaged",
-    )
-    return tensors
+    return {name: tensor for name, tensor in padded.items() if tensor is not None}
 
 
 @torch.no_grad()
@@ -205,30 +205,27 @@ def _remove_half_made(model: PeftModel) -> None:
 
 def _padded(
     name: str, fresh: torch.Tensor, saved: SavedAdapter, config: LoraConfig
-) -> torch.Tensor:
-    """A saved tensor in the leading rank slice of a fresh one of ``config``."""
-    tensor = saved.tensors.get(name)
+) -> torch.Tensor | None:
+    """A saved tensor in the leading rank slice of a fresh one of ``config``; None: no fit."""
     is_a, is_b = (f"lora_{f}" in name or f"lora_embedding_{f}" in name for f in "AB")
     padded = torch.zeros_like(fresh) if is_b else fresh.clone()
-    if tensor is None:
+    if name not in saved.tensors:
         return padded
-    rank_axis = 0 if is_a else 1 if is_b else None
-    fits = tensor.dim() == fresh.dim() and all(
-        s == f or (axis == rank_axis and s < f)
-        for axis, (s, f) in enumerate(zip(tensor.shape, fresh.shape, strict=True))
+    tensor, rank_axis = saved.tensors[name], 0 if is_a else 1 if is_b else None
+    (rank, scaling), (saved_rank, saved_scaling) = (
+        _rank_and_scaling(each, name) for each in (config, saved.config)
     )
-    require(
-        fits,
-        f"{name} has shape {tuple(tensor.shape)}, which does not fit into {tuple(fresh.shape)}",
-    )
+    shape = [n * saved_rank // rank if i == rank_axis else n for i, n in enumerate(fresh.shape)]
+    if list(tensor.shape) != shape:
+        return None
     if is_b:
-        tensor = tensor * (_scaling(saved.config, name) / _scaling(config, name))
-    padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
+        tensor = tensor * (saved_scaling / scaling)
+    padded[tuple(map(slice, shape))] = tensor
     return padded
 
 
-def _scaling(config: LoraConfig, tensor_name: str) -> float:
-    """What PEFT multiplies the product of a layer's factors with."""
+def _rank_and_scaling(config: LoraConfig, tensor_name: str) -> tuple[int, float]:
+    """A layer's rank, and what PEFT multiplies the product of its factors with."""
     module = _module(tensor_name)
     rank, alpha = (
         pattern.get(get_pattern_key(pattern.keys(), module), default)
@@ -237,20 +234,12 @@ def _scaling(config: LoraConfig, tensor_name: str) -> float:
             (config.alpha_pattern or {}, config.lora_alpha),
         )
     )
-    return float(alpha / (math.sqrt(rank) if config.use_rslora else rank))
+    return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
 def _module(tensor_name: str) -> str:
     """Path of the module that an adapter's tensor belongs to."""
     return re.sub(r"^base_model\.model\.|\.lora_[^.]*(\..*)?$", "", tensor_name)
-
-
-def _comparable(config: LoraConfig) -> dict[str, Any]:
-    fields = {name: value for name, value in config.to_dict().items() if name not in _NO_EFFECT}
-    return {
-        name: sorted(v) if isinstance(v, set | list | tuple) else v or None
-        for name, v in fields.items()
-    }
 
 
 def _union(first: Any, second: Any) -> Any:

@@ -1,14 +1,11 @@
 """The optimizer's state in one file per process, as ZeRO keeps it, read by any number of processes.
 
-A shard is what one process holds: of each parameter with elements there, the moments of these
-elements, flat. The files are safetensors, so reading them runs no code (DeepSpeed's own are
-pickled)::
+The files are safetensors, so reading them runs no code (DeepSpeed's own are pickled)::
 
     save_checkpoint/
         optimizer_rank_00000.safetensors    "3.exp_avg": moments of elements of parameter 3,
-        optimizer_rank_00001.safetensors    "step": the count of steps ("3.step": where parameter
-                                            groups count apart); the header says where in the
-                                            parameter the elements are
+        optimizer_rank_00001.safetensors    "3.step": its count of steps; the header says where in
+                                            the parameter the elements are
 """
 
 from __future__ import annotations
@@ -16,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +23,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from agilerl.llm.checkpoint.schema import FragmentHeader, check, damaged, reading
+from agilerl.llm.checkpoint.schema import AdamWMoments, FragmentHeader, check, damaged, reading
 
 FOLDER = "save_checkpoint"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,26 +32,18 @@ _HEADER = "places"
 
 @dataclass(frozen=True)
 class Fragment:
-    """What a shard holds of one parameter."""
+    """What a process holds of one parameter's state."""
 
     shape: tuple[int, ...]
     """The parameter's."""
     start: int
     """First of its elements here, counted in the flattened parameter."""
-    moments: dict[str, torch.Tensor]
-    """``exp_avg`` and ``exp_avg_sq``, ``(n,)`` each."""
-    step: torch.Tensor | None = None
-    """Scalar count of steps, where parameter groups count apart; None: the shard's."""
+    state: dict[str, torch.Tensor]
+    """The scalar ``step``, and the moments of these elements, ``(n,)`` each."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One process's part of the optimizer's state."""
-
-    step: torch.Tensor | None
-    """Scalar count of steps; None before the first, when there are no moments either."""
-    fragments: dict[int, Fragment]
-    """By the parameter's number."""
+# What one process holds, by the parameter's number; nothing before the first step.
+Shard = Mapping[int, Fragment]
 
 
 def shard_file(folder: Path, rank: int) -> Path:
@@ -66,14 +56,13 @@ def write_shard(folder: Path, rank: int, shard: Shard) -> None:
     file = shard_file(folder, rank)
     file.parent.mkdir(exist_ok=True)
     tensors = {
-        f"{number}.{name}": values.detach().cpu().contiguous()
-        for number, fragment in shard.fragments.items()
-        for name, values in fragment.moments.items()
+        f"{number}.{name}": values.detach().to(
+            "cpu", copy=True
+        )  # safetensors refuses shared memory
+        for number, fragment in shard.items()
+        for name, values in fragment.state.items()
     }
-    tensors |= {f"{n}.step": f.step.cpu() for n, f in shard.fragments.items() if f.step is not None}
-    if shard.step is not None:
-        tensors["step"] = shard.step.detach().cpu()
-    header = {n: {"shape": f.shape, "start": f.start} for n, f in shard.fragments.items()}
+    header = {n: {"shape": f.shape, "start": f.start} for n, f in shard.items()}
     save_file(tensors, file, metadata={"format": "pt", _HEADER: json.dumps(header)})
     # On shared storage only the machine that has written a file can flush it.
     with file.open("rb") as written:
@@ -105,36 +94,33 @@ def assemble(
     shards: Iterable[Shard], parameters: int, folder: Path = Path(FOLDER)
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Put the shards of a folder together; see :func:`read_shards`."""
-    found: dict[int, list[Fragment]] = {}
-    step: torch.Tensor | None = None
+    found: defaultdict[int, list[Fragment]] = defaultdict(list)
     for shard in shards:
-        step = shard.step if step is None else step
-        for number, fragment in shard.fragments.items():
-            found.setdefault(number, []).append(fragment)
+        for number, fragment in shard.items():
+            found[number].append(fragment)
     # Before the first step nobody has moments.
     wanted = range(parameters if found else 0)
-    bad = sorted({n for n in wanted if not _complete(found.get(n, []))} | found.keys() - {*wanted})
-    if bad or (found and step is None):
+    bad = [n for n in sorted({*wanted, *found}) if n not in wanted or not _complete(found[n])]
+    if bad:
         damaged(folder, f"its files lack elements of the parameters {bad[:8]}, or hold them twice")
     state = {}
-    for number, fragments in sorted(found.items()):
-        fragments.sort(key=lambda fragment: fragment.start)
-        own = step if fragments[0].step is None else fragments[0].step
-        state[number] = {"step": own.clone()} | {  # type: ignore[union-attr]
-            name: torch.cat([f.moments[name] for f in fragments]).view(fragments[0].shape)
-            for name in fragments[0].moments
-        }
+    for number in wanted:
+        first, parts = found[number][0], [fragment.state for fragment in found[number]]
+        moments = {m: torch.cat([part[m] for part in parts]).view(first.shape) for m in MOMENTS}
+        state[number] = {"step": first.state["step"].clone()} | moments
     return state
 
 
 def _complete(fragments: list[Fragment]) -> bool:
-    """Whether fragments of a parameter, one behind the other, are all of it."""
+    """Sort the fragments of a parameter; whether, one behind the other, they are all of it."""
+    fragments.sort(key=lambda fragment: fragment.start)
     end = 0
-    for fragment in sorted(fragments, key=lambda fragment: fragment.start):
-        sizes = {len(values) for values in fragment.moments.values()}
-        if fragment.start != end or len(sizes) != 1 or fragment.shape != fragments[0].shape:
+    for fragment in fragments:
+        size = fragment.state["exp_avg"].numel()
+        flat = all(fragment.state[name].shape == (size,) for name in MOMENTS)
+        if fragment.start != end or not flat or fragment.shape != fragments[0].shape:
             return False
-        end += sizes.pop()
+        end += size
     return bool(fragments) and end == math.prod(fragments[0].shape)
 
 
@@ -145,20 +131,12 @@ def _read_shard(file: Path) -> Shard:
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         header = json.loads(stored.metadata()[_HEADER])
     check(file, header, dict[Annotated[str, str.isdecimal, "a number"], FragmentHeader], "header")
-    step = tensors.pop("step", None)
-    own_steps = {n: tensors.pop(f"{n}.step", None) for n in header}
-    names = {f"{number}.{name}" for number in header for name in MOMENTS}
-    if names != tensors.keys() or any(t.dim() != 1 for t in tensors.values()):
-        damaged(file, "its header and its tensors differ")
-    return Shard(
-        step,
-        {
-            int(n): Fragment(
-                tuple(place["shape"]),
-                place["start"],
-                {m: tensors[f"{n}.{m}"] for m in MOMENTS},
-                own_steps[n],
-            )
-            for n, place in header.items()
-        },
-    )
+    shard = {}
+    for number, place in header.items():
+        names = {name: f"{number}.{name}" for name in ("step", *MOMENTS)}
+        state = {name: tensors[key] for name, key in names.items() if key in tensors}
+        if "step" in tensors:  # older files have one count of steps for all
+            state.setdefault("step", tensors["step"])
+        check(file, state, AdamWMoments, number)
+        shard[int(number)] = Fragment(tuple(place["shape"]), place["start"], state)
+    return shard

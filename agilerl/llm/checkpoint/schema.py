@@ -48,14 +48,16 @@ class _ParameterGroup(TypedDict):
     initial_lr: NotRequired[Rate]
 
 
-class _AdamWMoments(TypedDict):
+class AdamWMoments(TypedDict):
+    """The state of one parameter, whole or in a shard."""
+
     step: Annotated[torch.Tensor, _is_step, "a count of steps"]
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
 
 
 class _AdamWState(TypedDict):
-    state: dict[int, _AdamWMoments]
+    state: dict[int, AdamWMoments]
     param_groups: list[_ParameterGroup]  # of other options the agent's own are kept
 
 

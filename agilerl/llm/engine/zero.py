@@ -153,21 +153,16 @@ class ZeroEngine(LocalEngine):
         Zeros for a parameter group that was never stepped, if another was.
         """
         of_groups = [self.optimizer.state.get(partition, {}) for partition in self._partitions]
-        if not any(of_groups):
-            return Shard(None, {})
-        never = torch.tensor(0.0)
-        steps = [moments.get("step", never) for moments in of_groups]
-        fragments = {}
-        for number, whole, part in self._fragments():
-            group, nothing = self._group_of[number], torch.zeros(part.stop - part.start)
-            moments = of_groups[group]
-            fragments[number] = Fragment(
-                tuple(self.parameters[number].shape),
-                whole.start,
-                {name: moments[name][part] if moments else nothing for name in MOMENTS},
-                steps[group] if len(steps) > 1 else None,
-            )
-        return Shard(steps[0], fragments)
+        shard = {}
+        for number, whole, part in self._fragments() if any(of_groups) else ():
+            moments = of_groups[self._group_of[number]]
+            state = {name: moments[name][part] for name in MOMENTS if moments} or {
+                name: torch.zeros(part.stop - part.start) for name in MOMENTS
+            }
+            state["step"] = moments.get("step", torch.tensor(0.0))
+            shape = tuple(self.parameters[number].shape)
+            shard[number] = Fragment(shape, whole.start, state)
+        return shard
 
     def _load_optimizer(self, state: Mapping[str, Any]) -> None:
         saved_groups = state["param_groups"]
