@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from agilerl.llm.checkpoint.adapter_files import SavedAdapter, adapter_state_dict
+from agilerl.llm.checkpoint.checkpoint_files import SavedAdapter, adapter_state_dict
 from agilerl.llm.checkpoint.lora_merging import (
     differing_fields,
     fit_adapter,

@@ -16,8 +16,11 @@ from agilerl.algorithms.core.arguments import REQUIRED, Argument
 from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.checks import require
 from agilerl.distributed import Ranks
-from agilerl.llm.checkpoint.adapter_files import lora_config_from
-from agilerl.llm.checkpoint.checkpoint_files import ATTRIBUTES_FILE, SavedCheckpoint
+from agilerl.llm.checkpoint.checkpoint_files import (
+    ATTRIBUTES_FILE,
+    SavedCheckpoint,
+    lora_config_from,
+)
 from agilerl.llm.checkpoint.schema import damaged, reading
 from agilerl.llm.config import CosineLRScheduleConfig
 

@@ -20,9 +20,9 @@ from agilerl.algorithms.core.lora_agent import LoRAAgent
 from agilerl.checks import require, warn
 from agilerl.distributed import ranks_of
 from agilerl.llm.checkpoint import lora_merging
-from agilerl.llm.checkpoint.adapter_files import SavedAdapter
 from agilerl.llm.checkpoint.base_weights import changed_tensors, overwrite_base, without_adapter
 from agilerl.llm.checkpoint.checkpoint_files import (
+    SavedAdapter,
     SavedCheckpoint,
     read_checkpoint,
     write_checkpoint,

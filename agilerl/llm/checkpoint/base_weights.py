@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLED = 64
 """Values per tensor that a fingerprint looks at."""
-_ADAPTER_PREFIX = "base_model."
+ADAPTER_PREFIX = "base_model."
 """PEFT's, of all adapter tensors."""
 
 
@@ -59,12 +59,7 @@ def fingerprint(model: PreTrainedModel | PeftModel) -> str:
 
 def without_adapter(full_actor: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The base's tensors of a full actor."""
-    return {n: tensor for n, tensor in full_actor.items() if not n.startswith(_ADAPTER_PREFIX)}
-
-
-def adapter_tensors(full_actor: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The adapter's tensors of a full actor."""
-    return {n: tensor for n, tensor in full_actor.items() if n.startswith(_ADAPTER_PREFIX)}
+    return {n: tensor for n, tensor in full_actor.items() if not n.startswith(ADAPTER_PREFIX)}
 
 
 def changed_tensors(

@@ -12,30 +12,26 @@ All combinations load into every agent; docs/checkpoints.md has the table.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
+from agilerl.checks import require
 from agilerl.distributed import Ranks
-from agilerl.llm.checkpoint.adapter_files import (
-    ADAPTER_FILE,
-    SavedAdapter,
-    adapter_state_dict,
-    checked_adapter,
-    config_dict,
-    load_adapter,
-    lora_config_from,
-    save_adapter,
-)
 from agilerl.llm.checkpoint.atomic_directory import atomic_directory, read_directory
-from agilerl.llm.checkpoint.base_weights import adapter_tensors, base_state_dict
+from agilerl.llm.checkpoint.base_weights import ADAPTER_PREFIX, base_state_dict
 from agilerl.llm.checkpoint.optimizer_shards import read_shards, write_shard
 from agilerl.llm.checkpoint.schema import (
     FORMAT,
+    ORIGIN_FIELDS,
+    AdapterConfig,
     Attributes,
     Count,
     DamagedCheckpointError,
@@ -43,6 +39,7 @@ from agilerl.llm.checkpoint.schema import (
     FullActorAttributes,
     check,
     damaged,
+    reading,
 )
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.policy import Policy
@@ -51,6 +48,17 @@ if TYPE_CHECKING:
     from agilerl.llm.engine.zero import ZeroEngine
 
 ATTRIBUTES_FILE = "attributes.pt"
+ADAPTER_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter read from disk."""
+
+    config: LoraConfig
+    tensors: dict[str, torch.Tensor]
+    """By PEFT's names, without the adapter's."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,10 @@ def write_checkpoint(
         if ranks.rank > 0:
             return
         for role, slot in policy.slots.items() if lora_only else ():
-            save_adapter(policy.model, slot, folder / role)
+            (folder / role).mkdir()
+            tensors = adapter_state_dict(policy.model, slot)
+            save_file(tensors, folder / role / ADAPTER_FILE, metadata={"format": "pt"})
+            policy.model.peft_config[slot].save_pretrained(folder / role, inference_mode=True)
         try:
             torch.save(content, folder / ATTRIBUTES_FILE)
         except RuntimeError as error:  # what torch makes of a full disk
@@ -130,15 +141,25 @@ def _full_actor(policy: Policy) -> dict[str, Any]:
     return {
         "actor_state_dict": base_state_dict(policy.model) | adapters.pop("actor"),
         "adapter_state_dicts": adapters,
-        "lora_configs": {r: config_dict(c) for r, c in policy.lora_configs.items()},
+        # As JSON has them, whatever enumerations and sets are in them.
+        "lora_configs": {
+            role: json.loads(json.dumps(config.to_dict(), default=sorted))
+            for role, config in policy.lora_configs.items()
+        },
         "model_config": base.config.to_json_string(use_diff=False),
         # It decides which tokens end a completion, and need not be what the config implies.
         "generation_config": generation.to_json_string(use_diff=False),
     }
 
 
+def adapter_state_dict(model: PeftModel, slot: str) -> dict[str, torch.Tensor]:
+    """One adapter's tensors by PEFT's names, on the CPU."""
+    state = get_peft_model_state_dict(model, adapter_name=slot, save_embedding_layers=False)
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
 def read_checkpoint(path: Path, ranks: Ranks, *, load_optimizer: bool) -> SavedCheckpoint:
-    """Read a checkpoint; all ranks together: what one cannot read, none gets.
+    """Read a checkpoint, or a plain PEFT directory; all ranks together, or none of them.
 
     Raises:
         FileNotFoundError: If there is no checkpoint, or it lacks a file.
@@ -147,35 +168,28 @@ def read_checkpoint(path: Path, ranks: Ranks, *, load_optimizer: bool) -> SavedC
     path = path.expanduser()
 
     def read(folder: Path) -> SavedCheckpoint:
-        attributes = _read_attributes(folder)
+        attributes = _read_attributes(folder / ATTRIBUTES_FILE)
         optimizer = _read_optimizer(folder, attributes) if load_optimizer else None
         return SavedCheckpoint(path, _read_adapters(folder, attributes), attributes, optimizer)
 
     def read_either() -> SavedCheckpoint:
         if (path / ADAPTER_FILE).is_file():
-            return SavedCheckpoint(path, {"actor": load_adapter(path)}, {}, None)
+            return SavedCheckpoint(path, {"actor": _read_adapter(path)}, {}, None)
         return read_directory(path, ATTRIBUTES_FILE, read)
 
     return ranks.on_all_ranks(read_either)
 
 
-def _read_attributes(folder: Path) -> dict[str, Any]:
-    file = folder / ATTRIBUTES_FILE
-    try:
+def _read_attributes(file: Path) -> dict[str, Any]:
+    with reading(file):
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # not quoted: torch's message advises to load without this safety
-        raise DamagedCheckpointError(
-            f"{file} cannot be loaded safely: it is truncated, damaged, or holds pickled code; use "
-            "another checkpoint"
-        ) from error
     check(file, content, dict)
-    if content.get("format") != FORMAT:
-        raise DamagedCheckpointError(
-            f"{file} has format {content.get('format')!r}, but this version reads format {FORMAT}; "
-            "use another checkpoint"
-        )
+    require(
+        content.get("format") == FORMAT,
+        f"{file} has format {content.get('format')!r}, but this version reads format {FORMAT}; use "
+        "another checkpoint",
+        DamagedCheckpointError,
+    )
     check(file, content, Attributes if content.get("lora_only") is True else FullActorAttributes)
     if "actor" not in content["roles"]:
         damaged(file, f"its roles are {content['roles']!r}, without 'actor'")
@@ -184,16 +198,65 @@ def _read_attributes(folder: Path) -> dict[str, Any]:
 
 def _read_adapters(folder: Path, attributes: Mapping[str, Any]) -> dict[str, SavedAdapter]:
     if attributes["lora_only"]:
-        return {role: load_adapter(folder / role) for role in attributes["roles"]}
-    file = folder / ATTRIBUTES_FILE
-    states = {"actor": adapter_tensors(attributes["actor_state_dict"])}
-    states |= attributes["adapter_state_dicts"]
+        return {role: _read_adapter(folder / role) for role in attributes["roles"]}
+    file, full = folder / ATTRIBUTES_FILE, attributes["actor_state_dict"]
+    actor = {name: tensor for name, tensor in full.items() if name.startswith(ADAPTER_PREFIX)}
     # Absent where all roles have the same.
     own, common = attributes.get("lora_configs", {}), attributes["arguments"].get("lora_config")
     return {
-        role: checked_adapter(file, lora_config_from(file, own.get(role, common)), state)
-        for role, state in states.items()
+        role: _checked_adapter(file, lora_config_from(file, own.get(role, common)), tensors)
+        for role, tensors in ({"actor": actor} | attributes["adapter_state_dicts"]).items()
     }
+
+
+def _read_adapter(folder: Path) -> SavedAdapter:
+    """Config and tensors of a PEFT directory, whoever wrote it."""
+    tensors_file, config_file = folder / ADAPTER_FILE, folder / CONFIG_FILE
+    for file in (tensors_file, config_file):
+        require(
+            file.is_file(),
+            f"{folder} holds no {file.name}; pass a directory written by save_checkpoint or by "
+            "PEFT's save_pretrained (with safetensors)",
+            FileNotFoundError,
+        )
+    with reading(tensors_file):
+        tensors = load_file(tensors_file)
+    with reading(config_file):
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    return _checked_adapter(tensors_file, lora_config_from(config_file, config), tensors)
+
+
+def _checked_adapter(
+    file: Path, config: LoraConfig, tensors: dict[str, torch.Tensor]
+) -> SavedAdapter:
+    """Refuse a rank larger than any tensor: the agent would allocate it."""
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    if rank > max((size for tensor in tensors.values() for size in tensor.shape), default=0):
+        damaged(file, f"no tensor of it has rank {rank}")
+    return SavedAdapter(config, tensors)
+
+
+def lora_config_from(file: Path, content: Any) -> LoraConfig:
+    """A config as it was saved; see :class:`agilerl.llm.checkpoint.schema.AdapterConfig`.
+
+    Raises:
+        DamagedCheckpointError: A field is missing or of the wrong type.
+        ValueError: It is not LoRA, or of a kind that cannot be loaded.
+    """
+    check(file, content, dict)
+    kind = content.get("peft_type", "LORA")
+    require(kind == "LORA", f"{file} is that of a {kind} adapter; only LoRA can be loaded")
+    check(file, content, AdapterConfig)
+    names, defaults = AdapterConfig.__annotations__.keys(), LoraConfig().to_dict()
+    other = sorted(content.keys() - names - ORIGIN_FIELDS)
+    refused = {n: content[n] for n in other if content[n] and content[n] != defaults.get(n)}
+    require(
+        not refused,
+        f"{file} sets {refused!r}; adapters with these cannot be loaded: they may run code, or "
+        "compute something else than LoRA and DoRA",
+    )
+    with reading(file):
+        return LoraConfig(**{n: content[n] for n in names if n in content})
 
 
 def _read_optimizer(folder: Path, attributes: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -17,7 +17,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import get_pattern_key
 
 from agilerl.checks import require
-from agilerl.llm.checkpoint.adapter_files import ORIGIN_FIELDS, SavedAdapter, adapter_state_dict
+from agilerl.llm.checkpoint.checkpoint_files import SavedAdapter, adapter_state_dict
+from agilerl.llm.checkpoint.schema import ORIGIN_FIELDS
 from agilerl.llm.policy import Policy
 
 logger = logging.getLogger(__name__)

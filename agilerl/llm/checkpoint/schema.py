@@ -7,8 +7,8 @@ what a table lists is passed on to other libraries.
 
 # No postponed annotations here: TypedDict would not see NotRequired.
 import contextlib
-import itertools
 import math
+import pickle
 import reprlib
 import types
 from collections.abc import Iterator
@@ -145,6 +145,13 @@ class AdapterConfig(TypedDict):
     alora_invocation_tokens: NotRequired[list[int] | None]
 
 
+ORIGIN_FIELDS = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "loftq_config",
+    "lora_ga_config", "peft_version", "revision", "runtime_config",
+}  # fmt: skip
+"""Fields of ``adapter_config.json`` that are ignored: where an adapter came from."""
+
+
 class BaseLoading(TypedDict):
     """``model_config`` among the arguments: what a checkpoint may say about loading its base."""
 
@@ -172,10 +179,6 @@ class DamagedCheckpointError(ValueError):
     """A checkpoint's file is missing, or its content is not what was written."""
 
 
-class _Missing:
-    """In place of a value that is not there."""
-
-
 def damaged(file: Path, reason: str) -> NoReturn:
     """Raise DamagedCheckpointError naming the file, the reason and the remedy."""
     raise DamagedCheckpointError(f"{file} is damaged: {reason}; use another checkpoint")
@@ -193,8 +196,10 @@ def reading(file: Path, what: str = "it cannot be read") -> Iterator[None]:
     except (FileNotFoundError, DamagedCheckpointError):
         raise
     except Exception as error:
-        reason = f"{file} is damaged: {what} ({error!r}); use another checkpoint"
-        raise DamagedCheckpointError(reason) from error
+        reason = f"is damaged: {what} ({error!r})"
+        if isinstance(error, pickle.UnpicklingError):  # whose message advises to load unsafely
+            reason = "cannot be loaded safely: it is truncated, damaged, or holds pickled code"
+        raise DamagedCheckpointError(f"{file} {reason}; use another checkpoint") from error
 
 
 def check(file: Path, value: Any, expected: Any, field: str = "content") -> None:
@@ -218,9 +223,9 @@ def check(file: Path, value: Any, expected: Any, field: str = "content") -> None
 def mismatch(value: Any, expected: Any, field: str = "content") -> str | None:
     """Why a value is not of the expected type; None if it is."""
     origin, arguments = get_origin(expected), get_args(expected)
-    if origin is NotRequired:
-        return None if value is _Missing else mismatch(value, arguments[0], field)
     name = getattr(expected, "__name__", str(expected))
+    if origin is NotRequired:
+        return mismatch(value, arguments[0], field)
     if origin is Annotated:
         _, predicate, name = arguments
         fits = mismatch(value, arguments[0]) is None and predicate(value)
@@ -228,37 +233,37 @@ def mismatch(value: Any, expected: Any, field: str = "content") -> str | None:
         fits = any(mismatch(value, each) is None for each in arguments)
     elif origin is Literal:
         fits = any(type(value) is type(each) and value == each for each in arguments)
-    elif expected is torch.Tensor:
-        fits = isinstance(value, torch.Tensor) and _is_stored(value)
     elif isinstance(value, bool):
         fits = expected in (bool, Any)
     else:
         kinds = {Any: object, float: int | float}
         plain = dict if is_typeddict(expected) else origin or expected
-        fits = value is not _Missing and isinstance(value, kinds.get(plain, plain))
+        fits = isinstance(value, kinds.get(plain, plain))
+        fits = fits and (expected is not torch.Tensor or _is_stored(value))
     if not fits:
-        found = "missing" if value is _Missing else f"{_described(value)}, not {name}"
-        return f"its {field} is {found}"
-    reasons = (mismatch(*entry) for entry in _entries(value, expected, field))
-    return next(filter(None, reasons), None)
+        plain = value is None or isinstance(value, bool | int | float | str)
+        return (
+            f"its {field} is {reprlib.repr(value) if plain else type(value).__name__}, not {name}"
+        )
+    return next(filter(None, _inner_mismatches(value, expected, field)), None)
 
 
-def _entries(value: Any, expected: Any, field: str) -> Iterator[tuple[Any, Any, str]]:
-    """Of a container what is in it, the types and names of these."""
+def _inner_mismatches(value: Any, expected: Any, field: str) -> Iterator[str | None]:
+    """:func:`mismatch` of what is in a container."""
     origin, arguments = get_origin(expected), get_args(expected)
     if is_typeddict(expected):
         prefix = "" if field == "content" else f"{field}."
+        for name in sorted(expected.__required_keys__ - value.keys()):
+            yield f"its {prefix}{name} is missing"
         for name, kind in expected.__annotations__.items():
-            yield value.get(name, _Missing), kind, prefix + name
+            yield mismatch(value[name], kind, prefix + name) if name in value else None
     elif origin is dict:
         for key, item in value.items():
-            yield key, arguments[0], f"key of {field}"
-            yield item, arguments[1], f"{field}[{key!r}]"
-    elif origin in (list, tuple):
-        kinds = arguments if origin is tuple else arguments * len(value)
-        pairs = itertools.zip_longest(value, kinds, fillvalue=_Missing)
-        for number, (item, kind) in enumerate(pairs):
-            yield item, kind, f"{field}[{number}]"
+            yield mismatch(key, arguments[0], f"key of {field}")
+            yield mismatch(item, arguments[1], f"{field}[{key!r}]")
+    elif origin is list:
+        for number, item in enumerate(value):
+            yield mismatch(item, arguments[0], f"{field}[{number}]")
 
 
 def _is_stored(tensor: torch.Tensor) -> bool:
@@ -266,8 +271,3 @@ def _is_stored(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
-
-
-def _described(value: Any) -> str:
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return reprlib.repr(value) if plain else type(value).__name__
