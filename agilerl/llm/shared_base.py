@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import delete_adapter
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -175,7 +176,11 @@ class SharedBase:
             self._freeze()
             self.peft = adapters.wrap_model(self.model, config, slot)
         else:
-            self.peft.add_adapter(slot, config)
+            try:
+                self.peft.add_adapter(slot, config)
+            except BaseException:  # PEFT leaves what it made before it refused
+                delete_adapter(self.peft, slot, self.peft.base_model.prefix)
+                raise
         # New layers come in training mode: their dropout would part the ratio from 1.
         self.peft.eval()
         self._active = None

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+from peft import LoraConfig, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import get_pattern_key
 
 from agilerl.checks import require
@@ -102,10 +101,15 @@ def merge_configs(live: LoraConfig, saved: LoraConfig) -> LoraConfig:
     require(not refused, f"LoRA configs that differ in {', '.join(refused)} cannot be merged")
     merged = copy.deepcopy(live)
     merged.r = max(live.r, saved.r)
-    merged.target_modules = _union(live.target_modules, saved.target_modules)
-    merged.modules_to_save = (
-        sorted(_union(live.modules_to_save, saved.modules_to_save) or ()) or None
+    own, other = live.target_modules, saved.target_modules
+    pattern = isinstance(own, str) or isinstance(other, str)
+    require(
+        not (own and other and own != other and pattern),
+        f"target_modules {own!r} and {other!r} cannot be merged: one is a pattern",
     )
+    merged.target_modules = own or other if pattern else {*(own or ()), *(other or ())}
+    to_save = {*(live.modules_to_save or ()), *(saved.modules_to_save or ())}
+    merged.modules_to_save = sorted(to_save) or None
     merged.use_dora = live.use_dora or saved.use_dora
     for name, (own, other) in differing.items():
         if name not in ("r", "target_modules", "modules_to_save", "use_dora"):
@@ -141,7 +145,6 @@ def fresh_adapters(policy: Policy, configs: Mapping[str, LoraConfig], seed: int)
     finally:
         for slot in dropped:
             policy.base.remove_slot(slot)
-        _remove_half_made(policy.model)
         policy.set_role(policy.role)
 
 
@@ -195,15 +198,6 @@ def write_adapter(policy: Policy, role: str, fitted: dict[str, torch.Tensor]) ->
             layer.lora_magnitude_vector[slot] = magnitude
 
 
-def _remove_half_made(model: PeftModel) -> None:
-    """Delete what layers still have of adapters that PEFT refused halfway."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    found = {name for layer in layers for name in layer._all_available_adapter_names()}
-    for name in found - model.peft_config.keys():
-        for layer in layers:
-            layer.delete_adapter(name)
-
-
 def _padded(
     name: str, fresh: torch.Tensor, saved: SavedAdapter, config: LoraConfig
 ) -> torch.Tensor | None:
@@ -241,15 +235,3 @@ def _rank_and_scaling(config: LoraConfig, tensor_name: str) -> tuple[int, float]
 def _module(tensor_name: str) -> str:
     """Path of the module that an adapter's tensor belongs to."""
     return re.sub(r"^base_model\.model\.|\.lora_[^.]*(\..*)?$", "", tensor_name)
-
-
-def _union(first: Any, second: Any) -> Any:
-    if first == second or second is None:
-        return first
-    if first is None:
-        return second
-    require(
-        not isinstance(first, str) and not isinstance(second, str),
-        f"target_modules {first!r} and {second!r} cannot be merged: one is a pattern",
-    )
-    return set(first) | set(second)

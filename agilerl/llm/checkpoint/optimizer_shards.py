@@ -10,6 +10,7 @@ The files are safetensors, so reading them runs no code (DeepSpeed's own are pic
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -100,28 +101,21 @@ def assemble(
             found[number].append(fragment)
     # Before the first step nobody has moments.
     wanted = range(parameters if found else 0)
-    bad = [n for n in sorted({*wanted, *found}) if n not in wanted or not _complete(found[n])]
+    state, bad = {}, sorted(found.keys() - {*wanted})
+    for number in wanted:
+        fragments = sorted(found[number], key=lambda fragment: fragment.start)
+        parts, shapes = [f.state for f in fragments], {f.shape for f in fragments}
+        ends = itertools.accumulate((len(part["exp_avg"]) for part in parts), initial=0)
+        starts = [f.start for f in fragments]
+        if len(shapes) != 1 or [*starts, math.prod(*shapes)] != [*ends]:
+            bad.append(number)
+            continue
+        state[number] = {"step": parts[0]["step"].clone()} | {
+            name: torch.cat([part[name] for part in parts]).view(*shapes) for name in MOMENTS
+        }
     if bad:
         damaged(folder, f"its files lack elements of the parameters {bad[:8]}, or hold them twice")
-    state = {}
-    for number in wanted:
-        first, parts = found[number][0], [fragment.state for fragment in found[number]]
-        moments = {m: torch.cat([part[m] for part in parts]).view(first.shape) for m in MOMENTS}
-        state[number] = {"step": first.state["step"].clone()} | moments
     return state
-
-
-def _complete(fragments: list[Fragment]) -> bool:
-    """Sort the fragments of a parameter; whether, one behind the other, they are all of it."""
-    fragments.sort(key=lambda fragment: fragment.start)
-    end = 0
-    for fragment in fragments:
-        size = fragment.state["exp_avg"].numel()
-        flat = all(fragment.state[name].shape == (size,) for name in MOMENTS)
-        if fragment.start != end or not flat or fragment.shape != fragments[0].shape:
-            return False
-        end += size
-    return bool(fragments) and end == math.prod(fragments[0].shape)
 
 
 def _read_shard(file: Path) -> Shard:
@@ -138,5 +132,7 @@ def _read_shard(file: Path) -> Shard:
         if "step" in tensors:  # older files have one count of steps for all
             state.setdefault("step", tensors["step"])
         check(file, state, AdamWMoments, number)
+        if any(state[name].shape != (state["exp_avg"].numel(),) for name in MOMENTS):
+            damaged(file, f"its moments of parameter {number} differ in size, or are not flat")
         shard[int(number)] = Fragment(tuple(place["shape"]), place["start"], state)
     return shard
