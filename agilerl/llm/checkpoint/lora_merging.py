@@ -107,7 +107,7 @@ def merge_configs(live: LoraConfig, saved: LoraConfig) -> LoraConfig:
         not (own and other and own != other and pattern),
         f"target_modules {own!r} and {other!r} cannot be merged: one is a pattern",
     )
-    merged.target_modules = own or other if pattern else {*(own or ()), *(other or ())}
+    merged.target_modules = own or other if pattern else {*(own or ()), *(other or ())} or own
     to_save = {*(live.modules_to_save or ()), *(saved.modules_to_save or ())}
     merged.modules_to_save = sorted(to_save) or None
     merged.use_dora = live.use_dora or saved.use_dora
