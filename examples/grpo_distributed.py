@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], help="default: as launched")
     parser.add_argument("--iterations", type=int, default=100, help="of the whole run")
     parser.add_argument(
-        "--output", default="demo_output", help="a run in its folder 'distributed' is gone on with"
+        "--output", default="demo_output", help="a run found in its folder 'distributed' is resumed"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args()

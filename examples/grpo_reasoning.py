@@ -48,7 +48,7 @@ RECIPES = {
 
 
 def main() -> None:
-    """Train, and print and save what came of it."""
+    """Train, and print and save the results."""
     args = parse_arguments()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     output = Path(args.output) / f"{args.algorithm}-seed{args.seed}"

@@ -14,7 +14,7 @@ from agilerl.algorithms.core.learn_inputs import (
     check_trajectory_ids,
     shape_rewards,
 )
-from agilerl.algorithms.core.llm import LLMAlgorithm
+from agilerl.algorithms.core.llm_algorithm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.checks import require, warn
 from agilerl.distributed import ranks_of

@@ -127,7 +127,7 @@ def _matches(name: str, wanted: str | list[str] | set[str]) -> bool:
 
 
 def wrap_model(model: PreTrainedModel, config: LoraConfig, slot: str) -> PeftModel:
-    """A PEFT model with a first adapter; ``unload`` gives the model back without a trace.
+    """A PEFT model with a first adapter; ``unload`` restores the original model.
 
     Where the model has gradient checkpointing on, PEFT hooks its embedding, so that the outputs
     require gradients. Layers are recomputed in another way here, which does not need that.
@@ -146,8 +146,8 @@ def wrap_model(model: PreTrainedModel, config: LoraConfig, slot: str) -> PeftMod
 def adapter_parameters(model: PeftModel, slot: str) -> dict[str, nn.Parameter]:
     """The parameters of one adapter by module path and kind, without the slot's name.
 
-    Found through PEFT's own tables, so that one slot's name being part of another's cannot mix
-    them up.
+    Found through PEFT's own tables, so that adapter names that contain one another are not
+    confused.
     """
     found: dict[str, nn.Parameter] = {}
     for path, module in model.get_base_model().named_modules():

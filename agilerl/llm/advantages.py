@@ -16,8 +16,8 @@ from agilerl.llm.config import AdvantageConfig, AdvNorm
 logger = logging.getLogger(__name__)
 
 STD_EPS = 1e-8
-# Returns closer than this, relative to the rewards they are sums of, count as equal: rounding of
-# float32 rewards parts them.
+# Returns closer than this, relative to the rewards they are sums of, count as equal: float32
+# rounding can make equal returns differ.
 EQUAL_RTOL = 4 * torch.finfo(torch.float32).eps
 
 
@@ -52,8 +52,8 @@ def group_relative_per_turn(
         norm: As in :func:`group_relative`.
 
     Returns:
-        ``(N, U)``; a turn with fewer than two players in its group takes the trajectory's
-        advantage.
+        ``(N, U)``; a turn that fewer than two members of the group reached takes the
+        trajectory's advantage.
     """
     exact = rewards.to(torch.float64)
     columns = [

@@ -1,4 +1,4 @@
-"""The training batch: rows that know which prompt they share, from the rollout to the gradient."""
+"""The training batch: padded rows of prompt and completion with all that is known of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TrainBatch:
         loss_mask       [[F, T, T], [F, T, F]]
         advantages      [[0, .5, .5], [0, -.5, 0]]
 
-    A row ends with its last action: what follows (padding, an environment's last words) is never
+    A row ends with its last action: what follows (padding, a final observation) is never
     trained and never attended to, so nothing depends on which id is used for padding. Each stage of
     an update adds its fields with ``dataclasses.replace``; they are None before, or if not needed.
     """
@@ -163,7 +163,7 @@ def make_batch(
     positions = torch.arange(action_mask.shape[1], device=action_mask.device)
     last = torch.where(action_mask, positions, -1).amax(1)
     first = torch.where(action_mask, positions, action_mask.shape[1]).amin(1)
-    # A row without actions keeps one position to go through the model with; its weight is zero.
+    # A row without actions keeps one position, so that its length is valid; its weight is zero.
     lengths = (last + 2).clamp(min=2)
     prompt_lengths = torch.minimum(first + 1, lengths - 1)
     return TrainBatch(

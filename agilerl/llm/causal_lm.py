@@ -1,4 +1,4 @@
-"""What is read off a causal language model: its head, its end-of-sequence ids, its limits."""
+"""Reading a causal language model: its head, its end-of-sequence ids, its context length."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check_head(model: PreTrainedModel) -> None:
     require(
         model.base_model is not model,  # Llama 4
         f"{name} is not supported: its decoder is not found, as its base_model_prefix "
-        f"{model.base_model_prefix!r} names no part of it",
+        f"{model.base_model_prefix!r} is not a submodule",
     )
     ids = torch.arange(1, 5, device=next(model.parameters()).device)[None]
     ids = ids % model.config.get_text_config().vocab_size
@@ -89,7 +89,7 @@ def check_head(model: PreTrainedModel) -> None:
         expected = model(input_ids=ids, use_cache=False).logits[0]
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
         made = find_head(model).logits(hidden)
-    except Exception as error:  # whatever a model that is not like the others runs into
+    except Exception as error:  # an unknown architecture may raise anything
         raise ValueError(
             f"{name} is not supported: it cannot be run as decoder and head ({error!r})"
         ) from error

@@ -113,6 +113,8 @@ class UpdateConfig:
     """Whether the loss reads the log-probs of the reference policy."""
     skip_zero_advantages: bool = False
     """Whether rows whose advantages are all 0 have no gradient, and are not run."""
+    role: str = "actor"
+    """The adapter that is trained."""
 
 
 @dataclass(frozen=True)

@@ -28,32 +28,34 @@ def clipped_surrogate(
     return -torch.minimum(ratio * advantages, ratio.clamp(*band) * advantages)
 
 
-def clamped_weight(
+def cispo_objective(
     logp: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, band: tuple[float, float]
 ) -> torch.Tensor:
-    """``-sg(clamp(r)) A logp`` per token: CISPO. It bounds a token's weight and drops no token."""
+    """``-sg(clamp(r)) A logp`` per token: CISPO (sg: stop-gradient). No token is dropped."""
     return -ratio.clamp(*band).detach() * advantages * logp
 
 
 @dataclass(frozen=True)
 class LossRow:
-    """What a ``loss_type`` stands for."""
+    """Definition of a ``loss_type``."""
 
     objective: Objective
     forced_level: RatioLevel | None
+    """The only level at which ratios are pooled; None: ``importance_sampling_level`` decides."""
     default_reduction: Reduction
+    """Used where ``loss_reduction`` is None."""
 
 
 LOSS_TABLE: dict[LossType, LossRow] = {
     "grpo": LossRow(clipped_surrogate, None, "sequence"),
     "gspo": LossRow(clipped_surrogate, "trajectory", "sequence"),
-    "cispo": LossRow(clamped_weight, None, "token"),
+    "cispo": LossRow(cispo_objective, None, "token"),
 }
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The loss of one micro-batch, and what is measured of it; detached but for ``loss``."""
+    """The loss of one micro-batch and its metrics; all but ``loss`` are detached."""
 
     loss: torch.Tensor
     """Scalar: the weighted sum, ready for backward."""
@@ -203,7 +205,7 @@ def policy_loss(  # noqa: PLR0913 - the optional inputs are keyword-only
         mask: Trained action positions.
         weights: This micro-batch's rows of :func:`reduction_weights`.
         config: Objective, ratio level, clip band, KL weight, correction cap.
-        old_logp: Log-probs when the batch was collected; None: they are provably the current ones.
+        old_logp: Log-probs when the batch was collected; None: equal to the current ones.
         ref_logp: Log-probs under the reference policy; None leaves the KL out.
         sampling_logp: Log-probs the sampler reported; None leaves the correction out.
         turn_ids: Turn per position.

@@ -55,8 +55,8 @@ def plan_mini_batches(
 ) -> list[MiniBatch]:
     """Cut a batch into the optimizer steps of an epoch, equally many on every rank.
 
-    Every epoch takes the same steps. Trajectories are not torn apart, so that each weighs the same
-    however many rows it has.
+    Every epoch takes the same steps. All rows of a trajectory stay in one step, so that each
+    trajectory weighs the same however many rows it has.
 
     Args:
         batch: This rank's rows, with their ``loss_mask``.

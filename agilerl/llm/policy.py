@@ -214,10 +214,9 @@ class Policy:
 
         Args:
             batch: The batch.
-            role: Whose; None: the bare base's.
-            config: How.
-            micro_batches: Long indices of the rows wanted, those run together; None: all rows, at
-                once.
+            role: Whose adapter; None: the base without adapters.
+            config: How log-probs are computed.
+            micro_batches: Long indices of the rows that are run together; None: all rows at once.
 
         Returns:
             0 outside the action mask, and in rows that are not wanted. On a partitioned base all

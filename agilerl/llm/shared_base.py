@@ -34,8 +34,8 @@ _loaded: weakref.WeakValueDictionary[str, PreTrainedModel] = weakref.WeakValueDi
 _slot_numbers = itertools.count()
 
 
-class _FoundState:
-    """Training modes and ``requires_grad`` of a model as agents found it."""
+class _OriginalState:
+    """Training modes and ``requires_grad`` of a model before agents used it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -64,7 +64,7 @@ class SharedBase:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.peft: PeftModel | None = None
-        self._found: _FoundState | None = None
+        self._found: _OriginalState | None = None
         self.partition: PartitionedBase | None = None
         self._fingerprint: str | None = None
         self._active: tuple[str | None, bool] | None = None
@@ -91,7 +91,7 @@ class SharedBase:
 
     def _freeze(self) -> None:
         if self._found is None:
-            self._found = _FoundState(self.model)
+            self._found = _OriginalState(self.model)
             self.model.eval().requires_grad_(False)
 
     def _restore(self) -> None:
@@ -159,7 +159,7 @@ class SharedBase:
         return self._shares_prefixes
 
     def fingerprint(self) -> str:
-        """Tells the base's weights from those of others of its shape."""
+        """Digest of the base's weights."""
         # That of a partitioned base was taken while it was whole, and stays.
         return self._fingerprint or base_weights.fingerprint(self.peft or self.model)
 
@@ -181,7 +181,7 @@ class SharedBase:
             except BaseException:  # PEFT leaves what it made before it refused
                 delete_adapter(self.peft, slot, self.peft.base_model.prefix)
                 raise
-        # New layers come in training mode: their dropout would part the ratio from 1.
+        # New layers come in training mode: dropout would make the ratio differ from 1.
         self.peft.eval()
         self._active = None
         if self.partition is not None:
@@ -218,7 +218,7 @@ class SharedBase:
             return
         if self._exclusive not in (None, slot):
             raise RuntimeError(
-                "another adapter is rolling out on this base; use one agent of a base at a time"
+                "another agent is generating with this base model; use one of its agents at a time"
             )
         assert self.peft is not None
         if slot is None:
@@ -255,10 +255,10 @@ def load_base(
     """
     from transformers import AutoModelForCausalLM
 
-    # How safely it is read makes no other model: agents loaded from checkpoints share the base.
-    reading = ("use_safetensors", "trust_remote_code", "weights_only")
-    told = sorted((n, repr(v)) for n, v in (model_config or {}).items() if n not in reading)
-    key = repr((name, told, str(device)))
+    # Not part of the key: agents loaded from checkpoints, which set these, share the base.
+    safety = ("use_safetensors", "trust_remote_code", "weights_only")
+    settings = sorted((n, repr(v)) for n, v in (model_config or {}).items() if n not in safety)
+    key = repr((name, settings, str(device)))
     model = _loaded.get(key)
     if model is None:
         model = AutoModelForCausalLM.from_pretrained(name, **(model_config or {})).to(device)

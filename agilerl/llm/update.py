@@ -1,4 +1,4 @@
-"""From a batch with advantages to optimizer steps on the actor's adapter."""
+"""From a batch with advantages to optimizer steps on an adapter."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def run_update(
     by, whether a step is taken, and the metrics returned are those of all ranks.
 
     Args:
-        policy: Whose actor is trained.
+        policy: Whose adapter is trained.
         engine: Accumulates gradients and steps.
         batch: The rows with their ``advantages`` and ``loss_mask``; the log-probs of the reference
             and of the policy before the update are added here, where they are needed.
@@ -119,16 +119,16 @@ def run_update(
         share_prefixes=policy.shares_prefixes(forward),
     )
     if update.needs_reference:
-        role = "reference" if "reference" in policy.slots else None
+        reference = "reference" if "reference" in policy.slots else None
         parts = [rows for mini in plan for rows in mini.micro_batches]
-        batch = replace(batch, ref_logp=policy.frozen_logprobs(batch, role, forward, parts))
+        batch = replace(batch, ref_logp=policy.frozen_logprobs(batch, reference, forward, parts))
     if len(plan) > 1:
         # The first mini-batch is trained before anything has changed: its forward gives them.
         parts = [rows for mini in plan[1:] for rows in mini.micro_batches]
-        batch = replace(batch, old_logp=policy.frozen_logprobs(batch, "actor", forward, parts))
+        batch = replace(batch, old_logp=policy.frozen_logprobs(batch, update.role, forward, parts))
 
     updater = _Updater(policy, engine, batch, loss_function, forward, update)
-    with policy.as_role("actor"):
+    with policy.as_role(update.role):
         for step, mini_batch in enumerate(plan * update.epochs):
             try:
                 result = updater.step(mini_batch, first=step == 0)
@@ -235,7 +235,7 @@ class _Updater:
         return torch.cat([weights.new_zeros(0), *row_losses])
 
     def _dummy_micro_batch(self) -> None:
-        """A forward and backward that add nothing, for ranks that must run equally many."""
+        """Run forward and backward with weight zero: all ranks must run equally many (ZeRO 3)."""
         batch = self.batch.select(torch.zeros(1, dtype=torch.long))
         self.engine.backward(self.policy.logprobs(batch, self.forward).logp.sum() * 0.0)
 
@@ -256,7 +256,7 @@ class _Updater:
         return terms.per_row
 
     def _keep_old_logp(self, rows: torch.Tensor, logp: torch.Tensor) -> None:
-        """For the epochs to come."""
+        """Store the log-probs before the update for later epochs."""
         if self.update.epochs == 1:
             return
         if self.batch.old_logp is None:

@@ -208,7 +208,7 @@ def fingerprint(rows: Iterable[Any]) -> str:
 def _as_json(value: Any) -> Any:
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         return value.tolist()
-    return type(value).__name__  # its text may hold an address
+    return type(value).__name__  # its repr may contain a memory address
 
 
 def _read_columns(name: str, dataset: Any) -> tuple[list[str], list[Any]]:

@@ -10,7 +10,7 @@ import torch
 
 from agilerl.checks import COUNT, OPTIONAL_COUNT, Number, require
 from agilerl.llm.prompts import Conversation, PromptEncoder
-from agilerl.llm_envs.completions import check_completions
+from agilerl.llm_envs.completion_checks import check_completions
 from agilerl.llm_envs.dataset import PromptBatch, PromptDataset, TrainingBatchSampler
 from agilerl.llm_envs.rewards import RewardFunction, RewardPool
 from agilerl.typing import Act, Evaluation, ReasoningPrompts
@@ -24,7 +24,7 @@ _LEAST_EVAL_BATCH = 64
 
 
 class ReasoningGym:
-    """Hands out prompts and scores what the model answers.
+    """Provides prompts and scores their completions.
 
     Training rows come in a new order every epoch, given by the seed alone; the last batch of an
     epoch may be short. :meth:`evaluate` answers the test rows in their own order, each once::
@@ -126,7 +126,7 @@ class ReasoningGym:
 
     @property
     def questions(self) -> list[str]:
-        """Questions of the batch that waits for its completions."""
+        """Questions of the current batch."""
         return [] if self._current is None else list(self._current.questions)
 
     @property

@@ -61,7 +61,7 @@ class RewardPool:
         self.failures = 0
         """Calls so far that raised or ran out of time."""
         self.timeouts = 0
-        """Those of them that ran out of time."""
+        """How many of them ran out of time."""
 
     def score(
         self, completions: Sequence[str], answers: Sequence[Any], questions: Sequence[str]

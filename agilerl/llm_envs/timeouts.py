@@ -263,9 +263,9 @@ class _LoopThread:
         return asyncio.run_coroutine_threadsafe(self._wait_for(awaitable), self._loop)
 
     def answers(self, seconds: float) -> bool:
-        beat = threading.Event()
-        self._loop.call_soon_threadsafe(beat.set)
-        return beat.wait(seconds)
+        responded = threading.Event()
+        self._loop.call_soon_threadsafe(responded.set)
+        return responded.wait(seconds)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,4 +1,4 @@
-"""A text environment as token ids: the model is trained on the very ids it saw and sampled."""
+"""A text environment as token ids: the model is trained on exactly the ids it saw and sampled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agilerl.checks import COUNT, OPTIONAL_COUNT, InstanceOf, Number, finite_number, require
-from agilerl.llm_envs.completions import check_completion
+from agilerl.llm_envs.completion_checks import check_completion
 from agilerl.llm_envs.episode_batch import unpacked
 from agilerl.llm_envs.episode_tokens import EpisodeTokens, Segment
 from agilerl.llm_envs.episodes import evaluate_episodes

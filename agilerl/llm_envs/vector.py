@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from agilerl.checks import COUNT, OPTIONAL_COUNT, Number, finite_number, require
-from agilerl.llm_envs.completions import checked_answers
+from agilerl.llm_envs.completion_checks import checked_answers
+from agilerl.llm_envs.environment_pool import EnvironmentPool
 from agilerl.llm_envs.episode_batch import Episode, EpisodeBatch, episode_data
 from agilerl.llm_envs.episodes import Episodes, stack_episodes
-from agilerl.llm_envs.pool import EnvironmentPool
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
 
@@ -112,7 +112,7 @@ class SyncMultiTurnVecEnv:
         self.failures = 0
         """Episodes so far that ended with an exception or timeout of their environment."""
         self.timeouts = 0
-        """Those of them that ran out of time."""
+        """How many of them ran out of time."""
         self._batch: EpisodeBatch | None = None
 
     def reset(self, seeds: Sequence[int]) -> list[ReasoningPrompts]:
@@ -204,7 +204,7 @@ class SyncMultiTurnVecEnv:
             act: Answers prompts once each.
             seeds: As for :meth:`reset`; it raises what :meth:`reset` and :meth:`step` raise.
         """
-        self._play_out(act, self.reset(seeds))
+        self._run_to_end(act, self.reset(seeds))
         return self.episodes()
 
     def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
@@ -234,7 +234,7 @@ class SyncMultiTurnVecEnv:
         # Batches of equal size: in one of few episodes, few failures would be more than half.
         ends = [len(seeds) * i // count for i in range(count + 1)]
         batches = [
-            self._play_out(act, self._begin(seeds[start:end])) for start, end in pairwise(ends)
+            self._run_to_end(act, self._begin(seeds[start:end])) for start, end in pairwise(ends)
         ]
         self._batch = None
         return stack_episodes(batches, self.max_turns)
@@ -258,7 +258,7 @@ class SyncMultiTurnVecEnv:
         with batch.environment_time():
             not_made = self._pool.make(range(len(seeds)))
             for i, outcome in not_made.items():
-                self._settle(batch, i, outcome, Episode.start)
+                self._record_outcome(batch, i, outcome, Episode.start)
             if not batch.mostly_failed:
                 resets = {
                     i: partial(self._pool[i].reset, seed=seed)
@@ -268,7 +268,7 @@ class SyncMultiTurnVecEnv:
                 self._call(batch, resets, Episode.start, self._reset_workers)
         return self._hand_out(batch)
 
-    def _play_out(self, act: Act, prompts: list[ReasoningPrompts]) -> EpisodeBatch:
+    def _run_to_end(self, act: Act, prompts: list[ReasoningPrompts]) -> EpisodeBatch:
         while prompts:
             result = act(prompts)
             prompts = self.step(result.completion_ids, result.sampling_logps)
@@ -287,11 +287,11 @@ class SyncMultiTurnVecEnv:
             return
         with closing(self._pool.call(functions, workers)) as outcomes:
             for index, outcome in outcomes:
-                self._settle(batch, index, outcome, take)
+                self._record_outcome(batch, index, outcome, take)
                 if batch.episodes[index].failed and batch.mostly_failed:
                     return
 
-    def _settle(
+    def _record_outcome(
         self,
         batch: EpisodeBatch,
         index: int,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SAMPLES_PER_ITERATION = 4
 _ORDER = ("rows", "seed", "epoch", "offset")
-"""What of an environment's ``state_dict()`` is the same in every process, if it is there."""
+"""Keys of an environment's ``state_dict()`` that, if present, are the same in every process."""
 _LENGTHS = "prompt_lengths"
 
 

@@ -116,7 +116,7 @@ class EnvironmentFactory:
         """An environment that was not handed out yet."""
         try:
             return self._unused.pop()
-        except IndexError:  # asked beforehand, another thread could take the last one meanwhile
+        except IndexError:  # checking first would race with other threads
             return self._make(**config)
 
     def close(self) -> None:
@@ -159,6 +159,6 @@ def fit_context(env: Any, agents: Sequence[Agent]) -> None:
             config.max_model_len <= own or (most is not None and most <= room),
             f"env_factory made an environment with max_model_len={own} that keeps {room} tokens "
             f"free for a completion, but an agent with max_model_len={config.max_model_len} may "
-            f"generate up to {most or 'as many'} tokens (max_output_tokens): give all the same "
-            "max_model_len, or the environment the agents' largest max_output_tokens.",
+            f"generate {f'up to {most}' if most else 'that many'} tokens (max_output_tokens): give "
+            "all the same max_model_len, or the environment the agents' largest max_output_tokens.",
         )

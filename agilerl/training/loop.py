@@ -247,7 +247,7 @@ class TrainingLoop:
         return strongest(self.ranks.gather(stop.requested))
 
     def _warn_of_flat_rewards(self, member: Member, experience: Experience) -> None:
-        """Say loudly that an agent learns nothing."""
+        """Warn about iterations in which no reward differed within its group."""
         if has_reward_variance(experience.rewards):
             member.flat_iterations = 0
             return

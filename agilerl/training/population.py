@@ -192,7 +192,7 @@ def check_agents(pop: Any) -> None:
         missing = missing_members(agent, Agent)
         require(
             not missing,
-            f"pop[{position}] is a {type(agent).__name__}, which is no agent (it lacks "
+            f"pop[{position}] is a {type(agent).__name__}, which is not an agent (missing: "
             f"{', '.join(missing)}): pass agents such as GRPO(...).",
         )
     indices = [agent.index for agent in pop]

@@ -23,7 +23,7 @@ Row: TypeAlias = "dict[str, float]"
 
 
 class Engine(Protocol):
-    """What steps an agent's optimizer."""
+    """Runs an agent's optimizer."""
 
     @property
     def sharded(self) -> bool:
@@ -109,7 +109,7 @@ class SingleTurnEnv(Protocol):
 
 
 class FingerprintedEnv(SingleTurnEnv, Protocol):
-    """One that can tell its data from others."""
+    """An environment that can identify its data."""
 
     def fingerprint(self) -> str: ...
 

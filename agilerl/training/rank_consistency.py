@@ -32,7 +32,7 @@ SHARED_OPTIONS = (
     "elite_path",
 )
 """Options that have to be the same in all processes; showing and logging is done by rank 0."""
-PATIENCE = 5.0
+FILE_WAIT_SECONDS = 5.0
 """Seconds to wait for a file that another process wrote."""
 
 
@@ -129,10 +129,10 @@ def check_shared_storage(population: Population, options: TrainingOptions, ranks
     if all_write and options.elite_path is not None:
         folders["elite_path"] = Path(options.elite_path).resolve().parent
     for name, folder in folders.items():
-        blind = _ranks_that_do_not_see(folder, ranks)
-        if not blind:
+        unseeing = _ranks_that_do_not_see(folder, ranks)
+        if not unseeing:
             continue
-        listed = f"process {blind[0]}" if len(blind) == 1 else f"processes {blind}"
+        listed = f"process {unseeing[0]}" if len(unseeing) == 1 else f"processes {unseeing}"
         problem = f"what process 0 writes to {str(folder)!r} is not seen by {listed}"
         require(
             not all_write,
@@ -163,7 +163,7 @@ def _ranks_that_do_not_see(folder: Path, ranks: Ranks) -> list[int]:
 
 
 def _appears(folder: Path, name: str) -> bool:
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + FILE_WAIT_SECONDS
     while True:
         try:
             if name in os.listdir(folder):  # asks a network file system anew

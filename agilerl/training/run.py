@@ -84,7 +84,7 @@ def run_training(
         log = _opened_log(agents, options, env_name, total, checkpoint, directory, ranks)
         failed = True
         try:
-            _say_where(log, directory, options, checkpoint, ranks)
+            _log_run_directory(log, directory, options, checkpoint, ranks)
             names = {"run": name, "environment": env_name}
             loop = TrainingLoop(population, options, directory, log, elite, names, ranks)
             if checkpoint is not None:
@@ -111,7 +111,7 @@ def _name_of_run(
     options: TrainingOptions,
     checkpoint: RunCheckpoint | None,
 ) -> str:
-    """That of the run that is resumed in its directory, or a new one, safe as a file name.
+    """Name of the run that is resumed in its directory, or a new name, safe as a file name.
 
     ``<ALGO>-<environment>-<date>-<time>``
     """
@@ -151,7 +151,7 @@ def _opened_log(
     return ranks.on_all_ranks(opened)
 
 
-def _say_where(
+def _log_run_directory(
     log: RunLog,
     directory: RunDirectory,
     options: TrainingOptions,

@@ -254,7 +254,7 @@ def test_a_peft_model_of_another_config_is_refused() -> None:
 
 def test_the_peft_model_of_a_living_agent_is_refused() -> None:
     agent = make_agent()
-    with pytest.raises(ValueError, match=r"adapters of living agents.*clone"):
+    with pytest.raises(ValueError, match=r"adapters of other agents.*clone"):
         make_agent(actor_network=agent.actor)
 
 

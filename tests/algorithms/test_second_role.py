@@ -33,7 +33,9 @@ class GRPOWithCritic(GRPO):
         with self.policy.as_role("critic"):
             logp = self.policy.logprobs(batch, self.forward_config()).logp
             values = scatter_actions(logp, batch.action_mask).sum(1) / batch.action_mask.sum(1)
-            loss = (values - rewards).square().mean()
+            # This rank's part of a mean over all ranks.
+            rows = int(self.engine.ranks.sum(torch.tensor(len(batch))))
+            loss = (values - rewards).square().sum() / rows
             self.engine.backward(loss)
         self.engine.step(self.max_grad_norm)
         return metrics | {"critic_loss": float(loss.detach())}
@@ -109,3 +111,15 @@ def test_the_critic_is_kept_if_asked(tmp_path: Path) -> None:
     agent.load_checkpoint(tmp_path / "run", merge_lora_configs=True)
     assert torch.equal(weights(agent, "critic"), weights(source, "critic"))
     train(agent)
+
+
+class GRPOWithoutReference(GRPO):
+    def adapter_configs(self, actor: LoraConfig) -> dict[str, LoraConfig]:
+        return {"actor": actor}
+
+
+def test_an_algorithm_without_a_reference_role_has_none_to_move() -> None:
+    agent = make_agent(GRPOWithoutReference)
+    assert agent.use_separate_reference_adapter
+    agent.set_reference_policy(1)
+    assert train(agent)["mean_kl"] > 0.0  # towards the bare base

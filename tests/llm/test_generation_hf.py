@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agilerl.llm.causal_lm import LogitHead
-from agilerl.llm.generation import decode, uniforms
+from agilerl.llm.generation import decode, random_numbers
 from agilerl.llm.generation.cached_decoder import CachedDecoder
 from agilerl.llm.generation.decode import DecodingLoop
 from agilerl.llm.generation.hf import HFGenerator, new_token_limit
@@ -192,7 +192,7 @@ def test_rows_of_several_blocks_do_not_depend_on_chunks(monkeypatch: pytest.Monk
     policy = policy_of(tiny_model())
     prompts = prompts_of([9, 3, 5, 14])
     whole = generate(policy, prompts, 3, max_new_tokens=40, return_logps=True)
-    for module in (decode, uniforms):
+    for module in (decode, random_numbers):
         monkeypatch.setattr(module, "BLOCK", 6)
     runs = []
     for chunk_size in (4, 1, 3):

@@ -115,5 +115,5 @@ def test_an_agent_that_goes_during_anothers_rollout_leaves_nothing_behind() -> N
 def test_another_agent_cannot_act_inside_a_rollout() -> None:
     model = tiny_model()
     first, second = random_policy(model), random_policy(model, seed=7)
-    with rollout_weights(first), pytest.raises(RuntimeError, match="one agent of a base"):
+    with rollout_weights(first), pytest.raises(RuntimeError, match="one of its agents"):
         second.set_role("actor")

@@ -216,7 +216,7 @@ def test_weights_stay_the_same_in_a_session() -> None:
     generator = HFGenerator(policy)
     with generator.session():
         generator.sync(policy)
-        with pytest.raises(RuntimeError, match="one agent of a base"):
+        with pytest.raises(RuntimeError, match="one of its agents"):
             policy.set_role("reference")
 
 

@@ -16,7 +16,7 @@ from agilerl.llm_envs import (
     EnvironmentFailure,
     SyncMultiTurnVecEnv,
     TokenObservationWrapper,
-    pool,
+    environment_pool,
 )
 from agilerl.testing import byte_tokenizer
 from agilerl.typing import ActionResult, ReasoningPrompts
@@ -264,7 +264,7 @@ def test_closes_that_hang_or_fail_share_a_deadline_and_a_warning(
                 release.wait(30)
             super().close()
 
-    monkeypatch.setattr(pool, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(environment_pool, "CLOSE_SECONDS", 0.5)
     env = SyncMultiTurnVecEnv(Hangs, 8, max_workers=1)
     env.reset(range(8))
     start = time.perf_counter()

@@ -217,7 +217,7 @@ def in_a_folder_of_its_own(folder: Path, action: Callable[[Ranks], Any]) -> Call
 def test_sharded_agents_need_storage_that_all_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_consistency, "PATIENCE", 0.2)
+    monkeypatch.setattr(rank_consistency, "FILE_WAIT_SECONDS", 0.2)
     action = in_a_folder_of_its_own(
         tmp_path, lambda ranks: train(ranks, max_steps=5, checkpoint_path="run")
     )
@@ -229,7 +229,7 @@ def test_sharded_agents_need_storage_that_all_see(
 def test_others_are_told_that_resuming_needs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_consistency, "PATIENCE", 0.2)
+    monkeypatch.setattr(rank_consistency, "FILE_WAIT_SECONDS", 0.2)
 
     def action(ranks: Ranks) -> tuple[int, list[str]]:
         said: list[str] = []

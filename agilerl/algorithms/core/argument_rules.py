@@ -27,7 +27,7 @@ def check_clip_coef(name: str, value: Any) -> None:
 
 
 def check_pad_token_id(name: str, value: Any) -> None:
-    """Refuse what is no token id."""
+    """Raise unless the value is a valid token id."""
     require(
         value is not None,
         f"{name} is None: this tokenizer has no pad token; pass tokenizer.eos_token_id (and "
@@ -37,7 +37,7 @@ def check_pad_token_id(name: str, value: Any) -> None:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Refuse what is neither None nor a string that says something."""
+    """Raise unless the value is None or a non-empty string."""
     InstanceOf(str, "a string")(name, value)
     require(value != "", f"{name} is ''; it must be a non-empty string or None")
 

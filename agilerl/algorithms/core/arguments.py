@@ -62,12 +62,11 @@ Rule = Callable[[str, Any], None]
 REQUIRED = inspect.Parameter.empty
 POSITIVE = Number(0, open_low=True)
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-GRANULARITIES = ("auto", "trajectory", "turn")
 
 
 @dataclass(frozen=True)
 class Argument:
-    """What is true of a constructor argument."""
+    """Metadata of one constructor argument."""
 
     rule: Rule | None
     """Called with name and value; raises for a bad one. None: any value."""
@@ -99,7 +98,7 @@ class Argument:
         )
 
     def __get__(self, agent: object, cls: type) -> Argument:
-        # Reached on an agent only for what it has no attribute of: the agent's own come first.
+        # Called on an agent only if the instance has no such attribute.
         if agent is not None:
             raise AttributeError(f"{cls.__name__!r} object has no such attribute")
         return self
@@ -156,7 +155,7 @@ class LLMArguments:
     accelerator: Accelerator | None = argument(check_accelerator, None, saved=False)
     device: Any = argument(check_device, "cpu", saved=False)
     wrap: bool = argument(FLAG, True, saved=False)
-    # Of this name the agent has a method, not an attribute.
+    # Not stored: `agent.clone` is a method.
     clone: Any = argument(FLAG, False, saved=False)
     use_vllm: bool = argument(FLAG, False, resumed=False, supported=False)
     vllm_config: Any = argument(None, None, resumed=False, supported=False)

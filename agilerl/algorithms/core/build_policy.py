@@ -201,7 +201,7 @@ def _unwrap(network: PeftModel) -> PretrainedAdapter:
     base = SharedBase.known(network.get_base_model())
     require(
         base is None or base.peft is None,
-        "actor_network carries the adapters of living agents; pass their plain base model "
+        "actor_network already has adapters of other agents; pass their plain base model "
         "(agent.policy.base.model) instead, or use agent.clone()",
     )
     slot = network.active_adapters[0]

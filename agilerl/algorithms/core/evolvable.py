@@ -31,8 +31,8 @@ class EvolvableAlgorithm:
     algo: str
     # Attributes that clones copy by value; all else is built from the constructor's arguments.
     _history = ("fitness", "scores", "steps", "mut", "reference_update_tracker")
-    # Attributes that are neither hyperparameters nor history.
-    _machinery: tuple[str, ...] = ()
+    # Objects that drive the agent: neither hyperparameters nor history.
+    _runtime_attributes: tuple[str, ...] = ()
 
     def __init__(self, index: int, hp_config: HyperparameterConfig | None) -> None:
         self.index = index
@@ -97,7 +97,7 @@ class EvolvableAlgorithm:
             agent: The agent.
             input_args_only: Only those that are constructor arguments.
         """
-        hidden = {*agent._evolvable_names(), *agent._machinery}
+        hidden = {*agent._evolvable_names(), *agent._runtime_attributes}
         public = {
             name: value
             for name, value in vars(agent).items()

@@ -1,4 +1,4 @@
-"""Arguments of GRPO, GSPO and CISPO besides those of every algorithm, and what is made of them."""
+"""Constructor arguments specific to GRPO, GSPO and CISPO, and the records built from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRANULARITIES = ("auto", "trajectory", "turn")
 
 
 class GRPOArguments(LLMArguments):
-    """Arguments of GRPO, GSPO and CISPO besides."""
+    """Constructor arguments specific to GRPO, GSPO and CISPO."""
 
     group_size: int = argument(Number(2, integer=True), 8, mutable=True)
     beta: float = argument(Number(0), 0.001, mutable=True)

@@ -49,7 +49,7 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
     policy: Policy
     generator: Generator
     engine: LocalEngine
-    _machinery = ("policy", "generator", "engine", "rng", "skipped_steps", "training")
+    _runtime_attributes = ("policy", "generator", "engine", "rng", "skipped_steps", "training")
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         arguments = self.checked_arguments(given)
@@ -59,7 +59,7 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
         self.set_attributes(arguments)
         if self.accelerator is not None:
             self.device = self.accelerator.device
-        # Accelerate numbers CPUs, tensors do not.
+        # Accelerate says "cpu:0", tensors say "cpu".
         self.device = str(self.device).replace("cpu:0", "cpu")
         self.policy = build_policy(self, network, self.adapter_configs, self.learning_rates())
         self.lora_config = self.policy.lora_config
@@ -86,7 +86,7 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # Reached only for what is not there: clean_up took it away.
+            # Called for missing attributes: clean_up() deletes these.
             if name in ("policy", "generator", "engine"):
                 raise RuntimeError(
                     f"this {type(self).__name__} agent was cleaned up and holds no adapters any "
@@ -216,13 +216,13 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
         if reference_update_tracker <= self.reference_update_tracker:
             return
         self.reference_update_tracker = reference_update_tracker
-        if self.use_separate_reference_adapter:
+        if "reference" in self.policy.roles:
             self.policy.copy_role("actor", "reference")
         else:
             warn_once(
                 logger,
-                "the reference policy stays the base model: with "
-                "use_separate_reference_adapter=False there is no adapter to move",
+                "the reference policy stays the base model: without a reference adapter "
+                "(use_separate_reference_adapter=False) there is none to move",
             )
 
     def set_training_mode(self, training: bool) -> None:

@@ -1,4 +1,4 @@
-"""What of an agent may be mutated, and how: hyperparameters with limits, networks, optimizers."""
+"""What mutation may change in an agent: hyperparameters with limits, networks, optimizers."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from agilerl.distributed import ranks_of
 SECTION = "agilerl"
 """Section of the DeepSpeed configuration for what DeepSpeed itself has no setting for."""
 GATHER = "gather_for_generation"
-"""Its only setting."""
+"""The only key of that section."""
 DATA_PARALLEL = (
     DistributedType.NO,
     DistributedType.MULTI_CPU,
@@ -67,7 +67,7 @@ def check_accelerator(name: str, value: Any) -> None:
     require(
         processes in (1, value.num_processes),
         f"{name} counts {value.num_processes} process of {processes}, as Accelerate does on CPUs "
-        "with a DeepSpeed plugin: each would think it were the main one; use "
+        "with a DeepSpeed plugin: every process would act as the main one; use "
         "agilerl.utils.llm_utils.create_llm_accelerator, or pass "
         'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator',
     )

@@ -134,7 +134,7 @@ class LocalEngine:
             parameter.grad = None
 
     def advance_schedule(self) -> None:
-        """One more ``learn`` has been done."""
+        """Advance the learning-rate schedule by one ``learn``."""
         if self.scheduler is None:
             return
         self._follow_peaks()
@@ -202,7 +202,7 @@ class LocalEngine:
                 schedule.base_lrs = list(peaks)
 
     def close(self) -> None:
-        """Let go of the parameters; the engine must not be used afterwards."""
+        """Release the parameters; the engine must not be used afterwards."""
 
 
 def _last_set_rates(state: Mapping[str, Any]) -> list[float]:

@@ -139,7 +139,7 @@ class ZeroEngine(LocalEngine):
         return state
 
     def settings_dict(self) -> dict[str, Any]:
-        """:meth:`state_dict` without the moments; every rank alone."""
+        """:meth:`state_dict` without the moments; not a collective."""
         numbers = self._by_group(range(len(self.parameters)))
         groups = [
             {**group, "params": own}
@@ -148,7 +148,7 @@ class ZeroEngine(LocalEngine):
         return {"optimizer": {"state": {}, "param_groups": groups}, **self._schedule_state()}
 
     def shard(self) -> Shard:
-        """The moments that this rank holds; every rank alone.
+        """The moments that this rank holds; not a collective.
 
         Zeros for a parameter group that was never stepped, if another was.
         """
@@ -188,7 +188,7 @@ class ZeroEngine(LocalEngine):
                 flat[part] = saved[number][name].flatten()[whole].to(flat)
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks and buffers down; the adapter's values stay."""
+        """Remove DeepSpeed's hooks and buffers; the adapter's values stay."""
         self.wrapped.destroy()
         for parameter in self.parameters:
             parameter.data = parameter.data.clone()

@@ -1,4 +1,4 @@
-"""Which generator an agent gets."""
+"""Builds an agent's generator."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from agilerl.llm.causal_lm import LogitHead
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation.cached_decoder import CachedDecoder, LeftPadded
 from agilerl.llm.generation.kv_cache import LayerTensors, growing_cache, layers_of
+from agilerl.llm.generation.random_numbers import BLOCK
 from agilerl.llm.generation.sampling import next_tokens, penalise, scaled_logps
-from agilerl.llm.generation.uniforms import BLOCK
 
 # Finished rows leave once they are this share of the batch; moving the cache for each one would
 # cost more.
@@ -216,8 +216,8 @@ class _Output:
         """
         if self.broken:
             raise RuntimeError(
-                "the model's logits held NaN or inf during generation: its weights are broken (was "
-                "the learning rate too high?) or its dtype overflows"
+                "the model's logits held NaN or inf during generation: its weights have diverged "
+                "(was the learning rate too high?) or its dtype overflows"
             )
         tokens = self._without_padding(self.tokens)
         return tokens, self._without_padding(self.logps) if self.sampling.return_logps else None

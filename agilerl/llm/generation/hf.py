@@ -31,7 +31,7 @@ from agilerl.llm.generation.kv_cache import CACHE_BLOCK
 from agilerl.llm.generation.merged_weights import rollout_head, rollout_weights
 from agilerl.llm.generation.prefix_cache import PrefixCache, id_bytes
 from agilerl.llm.generation.probe import decoding_support
-from agilerl.llm.generation.uniforms import Uniforms
+from agilerl.llm.generation.random_numbers import Uniforms
 from agilerl.llm.policy import Policy
 
 # Sequences of a chunk where its size is not set.

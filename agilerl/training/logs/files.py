@@ -160,9 +160,9 @@ class MetricsCsv(_LineLog[Row]):
             writer.writerows(rows)
 
         replace_file(self.path, write)
-        narrow = self._file
+        old_file = self._file
         self._open()
-        narrow.close()
+        old_file.close()
         self.columns = columns
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from agilerl.training.protocols import Row
 
 
-class Screen:
-    """A stream whose errors cost what was to be shown, never the run.
+class ErrorTolerantStream:
+    """A stream that ignores write errors, so that they never end the run.
 
     A terminal may be gone, a pipe without reader, the disk that a redirected stream goes to full.
     Errors have to end here, not around tqdm: it would keep its lock, and wait for it for ever.
@@ -50,7 +50,7 @@ class ProgressBar:
     Args:
         total: Steps per agent of the whole run, None when unknown.
         enabled: False draws nothing.
-        done: Steps per agent that lie behind already.
+        done: Steps per agent that are completed already.
     """
 
     def __init__(self, total: int | None, enabled: bool, done: int = 0) -> None:
@@ -63,7 +63,7 @@ class ProgressBar:
             disable=not enabled,
             unit="step",
             dynamic_ncols=True,
-            file=Screen(sys.stderr),
+            file=ErrorTolerantStream(sys.stderr),
         )
         self._last_fitness: float | None = None
 
@@ -84,8 +84,8 @@ class ProgressBar:
         self._bar.update(end - self._bar.n)
 
     def say(self, message: str) -> None:
-        """Print a line without tearing the bar."""
-        self._bar.write(message, file=Screen(sys.stdout))
+        """Print a line without breaking the bar."""
+        self._bar.write(message, file=ErrorTolerantStream(sys.stdout))
 
     def close(self) -> None:
         """Leave the bar as it stands."""

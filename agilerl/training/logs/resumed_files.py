@@ -34,11 +34,11 @@ def take_over_logs(source: Path, target: Path, state: dict[str, Any]) -> None:
     repeated = state["unevaluated_rows"]
     rows_until = iteration - (repeated is not None)
     rows = int(state["log"]["metrics_rows"]) - len(repeated or [])
-    takings: list[tuple[str, Callable[[Path, Path, int], int], int, int]] = [
+    files: list[tuple[str, Callable[[Path, Path, int], int], int, int]] = [
         (METRICS_FILE, _copy_rows, rows_until, rows),
         (COMPLETIONS_FILE, _copy_samples, iteration, int(state["log"]["samples"])),
     ]
-    for name, copy, until, noted in takings:
+    for name, copy, until, noted in files:
         if not (source / name).exists():
             logger.warning("%s is missing: %s starts afresh", source / name, target / name)
             continue

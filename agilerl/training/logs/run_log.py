@@ -142,26 +142,26 @@ class RunLog:
 
 
 class NoLog(RunLog):
-    """What the processes other than rank 0 write: nothing."""
+    """The log of processes other than rank 0: writes nothing."""
 
     def __init__(self) -> None:
         self._bar = ProgressBar(None, enabled=False)
 
     def write_rows(self, rows: Sequence[Row], consumed: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def write_samples(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def sync(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing; rank 0 knows."""
+        """Empty: rank 0 has it."""
         return {}
 
     def say(self, message: str) -> None:
-        """Nothing; rank 0 prints it."""
+        """Do nothing; rank 0 prints it."""
 
     def close(self, failed: bool = False) -> None:
-        """Nothing."""
+        """Do nothing."""

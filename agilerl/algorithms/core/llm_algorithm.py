@@ -14,7 +14,7 @@ import torch
 
 from agilerl.algorithms.checkpoint import save_and_load
 from agilerl.algorithms.checkpoint.rebuild import rebuild
-from agilerl.algorithms.core.actions import action_result, unpadded_prompts
+from agilerl.algorithms.core.action_result import action_result, unpadded_prompts
 from agilerl.algorithms.core.evaluation import evaluate
 from agilerl.algorithms.core.lora_agent import LoRAAgent
 from agilerl.distributed import ranks_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agilerl.llm.generation.uniforms import BLOCK, Uniforms
+from agilerl.llm.generation.random_numbers import BLOCK, Uniforms
 
 
 def seeded(seed: int = 0) -> torch.Generator:
