@@ -29,9 +29,10 @@ from resume_helpers import (
     state_of,
 )
 
-from agilerl.training.checkpoint.run_checkpoint import PARTIAL, complete_checkpoints, iteration_of
+from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints, iteration_of
 
 KILLS = 20
+LEFTOVERS = ".iteration_*.tmp"
 MAX_STEPS = 60  # 36 iterations
 
 
@@ -96,7 +97,7 @@ def leftovers(path: Path) -> Iterator[set[int]]:
     """
     with contextlib.ExitStack() as stack:
         found = set()
-        for folder in path.glob(f"iteration_*{PARTIAL}"):
+        for folder in path.glob(LEFTOVERS):
             descriptor = os.open(folder, os.O_RDONLY)
             stack.callback(os.close, descriptor)
             found.add(os.fstat(descriptor).st_ino)
@@ -106,9 +107,9 @@ def leftovers(path: Path) -> Iterator[set[int]]:
 def in_a_save(path: Path, before: set[int]) -> bool:
     """Whether there is a folder of a save that is not complete, but for those of ``before``."""
     newest = max((iteration_of(each) or 0 for each in complete_checkpoints(path)), default=0)
-    for folder in path.glob(f"iteration_*{PARTIAL}"):
+    for folder in path.glob(LEFTOVERS):
         # Earlier ones were complete and are being removed.
-        later = (iteration_of(folder.with_suffix("")) or 0) > newest
+        later = (iteration_of(Path(folder.name.split(".")[1])) or 0) > newest
         with contextlib.suppress(FileNotFoundError):  # it was renamed just now
             if later and folder.stat().st_ino not in before:
                 return True
@@ -154,7 +155,7 @@ def main(folder: Path) -> None:
     for number in range(finished + 1):
         facts = json.loads((folder / f"run_{number}" / "facts.json").read_text())
         assert differences(facts, expected) == [], differences(facts, expected)
-        assert not list((folder / f"run_{number}").glob("*.partial"))
+        assert not list((folder / f"run_{number}").glob(LEFTOVERS))
     print(
         f"longest={longest:.2f} killed={killed} in_save={in_save} lost={lost} runs={finished + 1}"
     )

@@ -92,8 +92,8 @@ def test_the_last_and_the_best_are_kept(
 
 
 def test_complete_checkpoints_are_found_by_scanning(run: Path) -> None:
-    (run / "iteration_00000009.partial").mkdir()
-    (run / "iteration_00000009.partial" / "run_state.json").write_text("{}")
+    (run / ".iteration_00000009.0a1b2c3d.tmp").mkdir()
+    (run / ".iteration_00000009.0a1b2c3d.tmp" / "run_state.json").write_text("{}")
     (run / "iteration_00000008").mkdir()
     (run / "iteration_notes").mkdir()
     expected = [run / "iteration_00000002", run / "iteration_00000003"]
@@ -104,10 +104,10 @@ def test_complete_checkpoints_are_found_by_scanning(run: Path) -> None:
 
 
 def test_leftovers_of_a_killed_save_are_removed_by_the_resumed_run(run: Path) -> None:
-    (run / "iteration_00000009.partial").mkdir()
+    (run / ".iteration_00000009.0a1b2c3d.tmp").mkdir()
     (run / "iteration_notes").mkdir()
     resume(run, max_steps=7)
-    assert not (run / "iteration_00000009.partial").exists()
+    assert not (run / ".iteration_00000009.0a1b2c3d.tmp").exists()
     assert (run / "iteration_notes").is_dir()
 
 
@@ -310,7 +310,7 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(
     assert len(pop[0].scores) == 4
     assert "iteration_00000002" not in checkpoints_in(path)
     assert checkpoints_in(path)[-2:] == ["iteration_00000003", "iteration_00000004"]
-    assert not list(path.glob("*.partial"))
+    assert not list(path.glob(".*.tmp"))
     assert [row["iteration"] for row in rows_of(path)] == ["0", "1", "2", "3", "4"]
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert any("checkpoint of iteration 2 could NOT be saved" in e.getMessage() for e in errors)

@@ -174,7 +174,7 @@ def test_an_earlier_run_in_the_folder_is_moved_aside(tmp_path: Path) -> None:
     options = {"checkpoint_path": "r", "checkpoint_steps": 1, "tensorboard": True}
     train([FakeAgent(algo="GRPO")], **options)
     before = (tmp_path / "r" / "metrics.csv").read_text()
-    (tmp_path / "r" / "iteration_00000007.partial").mkdir()
+    (tmp_path / "r" / ".iteration_00000007.0a1b2c3d.tmp").mkdir()
     (tmp_path / "r" / "notes.txt").write_text("mine")
     train([FakeAgent(algo="CISPO")], max_steps=2, **options)
     train([FakeAgent(algo="CISPO")], max_steps=2, **options)
@@ -186,7 +186,6 @@ def test_an_earlier_run_in_the_folder_is_moved_aside(tmp_path: Path) -> None:
         "config.json",
         "iteration_00000001",
         "iteration_00000002",
-        "iteration_00000007.partial",
         "metrics.csv",
         "tensorboard",
     ]

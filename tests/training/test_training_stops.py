@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from forking import TIME_LIMIT, start, wait
 from interpreters import started, wait_for
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.distributed import Ranks
 from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.interrupts import GracefulStop
 from agilerl.training.train_llm import finetune_llm_reasoning
@@ -242,13 +244,13 @@ def test_a_run_inside_a_run_is_refused_its_directory() -> None:
 
 @pytest.mark.process
 def test_a_forked_child_does_not_keep_the_directory() -> None:
-    with RunDirectory("run", "c"):
+    with RunDirectory("run", "c", None, Ranks()):
         child = os.fork()
         if child == 0:
             time.sleep(60)
             os._exit(0)
     try:
-        RunDirectory("run", "c").close()
+        RunDirectory("run", "c", None, Ranks()).close()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -270,7 +272,9 @@ def test_a_kill_while_saving_leaves_no_half_checkpoint(tmp_path: Path) -> None:
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
     assert wait(child) == -signal.SIGKILL
-    assert children(tmp_path / "c") == ["iteration_00000001", "iteration_00000002.partial"]
+    leftover, *complete = children(tmp_path / "c")
+    assert re.fullmatch(r"\.iteration_00000002\.[0-9a-f]{8}\.tmp", leftover)
+    assert complete == ["iteration_00000001"]
     assert (tmp_path / "c/iteration_00000001/agent_0/agent.json").is_file()
 
 

@@ -7,8 +7,9 @@ A run checkpoint is a folder ``iteration_<number>`` of the run directory::
         run_state.json          counters, positions in the data, random streams
         SHA256SUMS              of every other file; `sha256sum -c SHA256SUMS` checks them
 
-It is written as ``iteration_00000040.partial`` and renamed last, so a folder without that suffix is
-complete. ``iteration_00000040_evaluated`` is the same with the evaluation that a stop postponed.
+It is written under a temporary name, ``.iteration_00000040.<8 hex digits>.tmp``, and renamed last,
+so it is complete. ``iteration_00000040_evaluated`` is the same with the evaluation that a stop
+postponed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from agilerl.training.population import Population
 
 STATE_FILE = "run_state.json"
 SUMS_FILE = "SHA256SUMS"
-PARTIAL = ".partial"
 _NAME = re.compile(r"(crashed_in_)?iteration_(\d+)(_evaluated)?")
 
 
@@ -196,8 +196,8 @@ def _check_sums(path: Path) -> None:
 def _sums(folder: Path) -> list[str]:
     """The lines of ``SHA256SUMS``: every file below ``folder`` but the list itself."""
     lines = []
-    for file in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
-        if file != folder / SUMS_FILE:
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.name != SUMS_FILE:
             with file.open("rb") as content:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
             lines.append(f"{digest}  {file.relative_to(folder).as_posix()}")

@@ -11,14 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.distributed import Ranks
-from agilerl.llm.checkpoint.atomic_directory import (
-    lock_name,
-    sync_directory,
-    sync_tree,
-    unlock_name,
-)
+from agilerl.llm.checkpoint.atomic_directory import atomic_directory, lock_name, unlock_name
 from agilerl.training.checkpoint.run_checkpoint import (
-    PARTIAL,
     STATE_FILE,
     RunCheckpoint,
     best_checkpoint,
@@ -52,16 +46,11 @@ class RunDirectory(contextlib.ExitStack):
     """
 
     def __init__(
-        self,
-        name: str,
-        path: str | Path | None = None,
-        resumed: RunCheckpoint | None = None,
-        ranks: Ranks | None = None,
+        self, name: str, path: str | Path | None, resumed: RunCheckpoint | None, ranks: Ranks
     ) -> None:
         super().__init__()
-        self.name = name
-        self._ranks = Ranks() if ranks is None else ranks
-        self.path = self._ranks.on_rank_zero(lambda: self._take(path, resumed))
+        self.name, self._ranks = name, ranks
+        self.path = ranks.on_rank_zero(lambda: self._take(path, resumed))
 
     def _take(self, path: str | Path | None, resumed: RunCheckpoint | None) -> Path:
         if path is None:
@@ -91,37 +80,31 @@ class RunDirectory(contextlib.ExitStack):
             OSError: If it cannot be written; nothing is left of it then.
             TypeError: If the state holds what JSON does not know.
         """
-        target, partial = self.path / name, self.path / f"{name}{PARTIAL}"
+        target = self.path / name
         if self._ranks.on_rank_zero(target.exists):
             return target
-
-        def make_room() -> None:
-            if partial.exists():  # of a save that was killed
-                shutil.rmtree(partial)
-            partial.mkdir()
-
-        def complete() -> None:
-            if not run_state["in_iteration"]:  # otherwise the agents count, not the state
-                check_plain(run_state, "run_state")
-            write_json(partial / STATE_FILE, run_state)
-            write_sums(partial)
-            sync_tree(partial)
-            partial.rename(target)
-            sync_directory(self.path)
-
         noted = [agent.last_checkpoint for agent in agents]
         try:
-            self._ranks.on_rank_zero(make_room)
-            for agent in agents:
-                agent.save_checkpoint(partial / f"agent_{agent.index}")
-            self._ranks.on_rank_zero(complete)
+            with contextlib.ExitStack() as directory:  # rank 0's
+                folder = self._ranks.on_rank_zero(
+                    lambda: directory.enter_context(atomic_directory(target, STATE_FILE))
+                )
+                for agent in agents:
+                    agent.save_checkpoint(folder / f"agent_{agent.index}")
+
+                def complete() -> None:
+                    if not run_state["in_iteration"]:  # otherwise the agents count, not the state
+                        check_plain(run_state, "run_state")
+                    write_json(folder / STATE_FILE, run_state)
+                    write_sums(folder)
+                    directory.close()
+
+                self._ranks.on_rank_zero(complete)
             noted = [str(target / f"agent_{agent.index}") for agent in agents]
         finally:
-            # Not the partial folder that they were saved to: it was renamed, or is removed now.
+            # Not the temporary folder that they were saved to.
             for agent, path in zip(agents, noted, strict=True):
                 agent.last_checkpoint = path
-            if self._ranks.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
         return target
 
     def prune(self, keep: int) -> None:
@@ -131,7 +114,7 @@ class RunDirectory(contextlib.ExitStack):
         try:
             for child in {*complete_checkpoints(self.path)[:-keep]} - {best_checkpoint(self.path)}:
                 # Removing takes a while, and a kill meanwhile must not leave half of a checkpoint.
-                doomed = child.with_name(child.name + PARTIAL)
+                doomed = child.with_name(f".{child.name}.removed.tmp")
                 child.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
         except OSError as error:
@@ -172,8 +155,8 @@ def _make(folder: Path) -> bool:
 
 def _move_aside(path: Path, what: str, logs: Sequence[str] = (), after: int = -1) -> None:
     """Move logs and later checkpoints to the next unused ``earlier_run_<number>`` in ``path``."""
-    for partial in path.glob(f"*iteration_*{PARTIAL}"):  # of a save that was killed
-        shutil.rmtree(partial, ignore_errors=True)
+    for leftover in path.glob(".*iteration_*.tmp"):  # of a save that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
     later = [c for c in path.glob("iteration_*") if (iteration_of(c) or 0) > after]
     found = [path / name for name in logs if (path / name).exists()]
     left = [*found, *later, *path.glob("crashed_in_iteration_*")]
