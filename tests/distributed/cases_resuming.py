@@ -14,7 +14,7 @@ from cases_learn import mine
 from training_runs import reasoning, seed_all, write_result
 
 from agilerl.algorithms import GRPO
-from agilerl.algorithms.checkpoint.resume import read_saved_agent
+from agilerl.algorithms.checkpoint.load import read_saved_agent
 
 
 def another_number_of_ranks(accelerator: Any) -> dict[str, Any]:

@@ -211,7 +211,7 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_rate_changed_after_the_last_step_is_taken_up_by_the_next(tmp_path: Path) -> None:
-    from agilerl.algorithms.checkpoint.resume import read_saved_agent
+    from agilerl.algorithms.checkpoint.load import read_saved_agent
 
     (agent,) = make_agents(1)
     env = make_gym()

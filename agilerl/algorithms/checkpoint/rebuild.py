@@ -8,26 +8,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from agilerl.algorithms.checkpoint.agent_attributes import (
-    decode_arguments,
-    decode_value,
-    saved_generator,
-    saved_history,
-)
-from agilerl.algorithms.checkpoint.save_and_load import load_saved
+from agilerl.algorithms.checkpoint.load import adapters_by_role, fit
+from agilerl.algorithms.checkpoint.save import decode, decode_arguments, saved_state
 from agilerl.checks import require
 from agilerl.distributed import ranks_of
+from agilerl.llm.checkpoint import checkpoint_files, lora_merging
 from agilerl.llm.checkpoint.base_weights import base_tensors, check_same_shapes, without_adapter
-from agilerl.llm.checkpoint.checkpoint_files import (
-    ATTRIBUTES_FILE,
-    SavedCheckpoint,
-    read_checkpoint,
-)
-from agilerl.llm.checkpoint.lora_merging import check_same_config
 from agilerl.llm.checkpoint.schema import BaseLoading, ModelConfig, check, mismatch, reading
 from agilerl.llm.shared_base import load_base
 
@@ -42,11 +31,11 @@ def rebuild(
     path: Path,
     device: str | torch.device,
     accelerator: Accelerator | None,
-    actor_network: PreTrainedModel | PeftModel | None,
+    actor_network: PreTrainedModel | None,
 ) -> Any:
     """Make an agent of class ``cls``; see ``LLMAlgorithm.load``."""
     ranks = ranks_of(accelerator)
-    saved = read_checkpoint(path, ranks, load_optimizer=True)
+    saved = checkpoint_files.read_checkpoint(path, ranks, load_optimizer=True)
     require(
         bool(saved.attributes),
         f"{path} is a plain PEFT directory, and says nothing of an agent; make one with "
@@ -58,10 +47,9 @@ def rebuild(
         f"{path} is a checkpoint of {algo}, not {cls.__name__}; use {algo}.load",
     )
     arguments = decode_arguments(saved, cls.argument_table())
-    history = saved_history(saved, ("index", *cls._history))
-    rng = saved_generator(saved, ranks)
+    state = saved_state(saved, cls._history, ranks)
     # Before the agent allocates what the config asks for.
-    check_same_config(
+    lora_merging.check_same_config(
         arguments["lora_config"],
         saved.adapters["actor"].config,
         "its adapter",
@@ -71,22 +59,24 @@ def rebuild(
         actor_network = ranks.on_all_ranks(lambda: _saved_base(saved, arguments, device))
     arguments |= {"actor_network": actor_network, "device": device, "accelerator": accelerator}
     agent = cls(**arguments)
-    load_saved(agent, saved, load_optimizer=saved.optimizer is not None)
-    agent.set_attributes(history)
-    agent.rng.set_state(rng.get_state())
+    fit(agent, saved, adapters_by_role(agent, saved)).restore()
+    agent.set_attributes(state)
     return agent
 
 
 def _saved_base(
-    saved: SavedCheckpoint, arguments: dict[str, Any], device: str | torch.device
+    saved: checkpoint_files.SavedCheckpoint, arguments: dict[str, Any], device: str | torch.device
 ) -> PreTrainedModel:
     """The base model: from the full actor if the checkpoint holds it, else by its name or path."""
-    if "actor_state_dict" in saved.attributes:
-        return _base_of_full_actor(saved)
-    path, name = saved.path, saved.attributes.get("base_name")
-    settings = dict(arguments.get("model_config") or {})
-    if arguments.get("model_name") is None:
-        settings = {"dtype": _base_dtype(saved)}
+    path, attributes = saved.path, saved.attributes
+    file = path / checkpoint_files.ATTRIBUTES_FILE
+    dtype = decode(attributes.get("base_dtype"))
+    check(file, dtype, torch.dtype | None, "base_dtype")
+    if "actor_state_dict" in attributes:
+        return _base_of_full_actor(file, attributes, dtype)
+    name = attributes.get("base_name")
+    given = arguments.get("model_name") is not None
+    settings = dict(arguments.get("model_config") or {}) if given else {"dtype": dtype}
     allowed = BaseLoading.__annotations__
     refused = [n for n, v in settings.items() if n not in allowed or mismatch(v, allowed[n])]
     require(
@@ -106,9 +96,10 @@ def _saved_base(
         raise ValueError(f"{remedy} safely ({error}); pass it as actor_network") from error
 
 
-def _base_of_full_actor(saved: SavedCheckpoint) -> PreTrainedModel:
-    attributes, file = saved.attributes, saved.path / ATTRIBUTES_FILE
-    state, dtype = without_adapter(attributes["actor_state_dict"]), _base_dtype(saved)
+def _base_of_full_actor(
+    file: Path, attributes: dict[str, Any], dtype: torch.dtype | None
+) -> PreTrainedModel:
+    state = without_adapter(attributes["actor_state_dict"])
     with reading(file, "no model can be built from its model_config and weights"):
         content = json.loads(attributes["model_config"])
         check(file, content, ModelConfig, "model_config")
@@ -123,11 +114,3 @@ def _base_of_full_actor(saved: SavedCheckpoint) -> PreTrainedModel:
         check(file, generation.eos_token_id, int | list[int] | None, "eos_token_id")
         model.generation_config = generation
         return model
-
-
-def _base_dtype(saved: SavedCheckpoint) -> torch.dtype | None:
-    file, encoded = saved.path / ATTRIBUTES_FILE, saved.attributes.get("base_dtype")
-    with reading(file, "its base_dtype"):
-        dtype = None if encoded is None else decode_value(encoded)
-    check(file, dtype, torch.dtype | None, "base_dtype")
-    return dtype

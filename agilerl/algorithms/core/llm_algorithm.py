@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from agilerl.algorithms.checkpoint import save_and_load
+from agilerl.algorithms.checkpoint.load import load_into
 from agilerl.algorithms.checkpoint.rebuild import rebuild
+from agilerl.algorithms.checkpoint.save import save
 from agilerl.algorithms.core.action_result import action_result, unpadded_prompts
 from agilerl.algorithms.core.evaluation import evaluate
 from agilerl.algorithms.core.lora_agent import LoRAAgent
@@ -152,7 +153,7 @@ class LLMAlgorithm(LoRAAgent):
         Raises:
             FileExistsError: If ``path`` holds something that is not a checkpoint.
         """
-        save_and_load.save(self, Path(path), lora_only=lora_only, save_optimizer=save_optimizer)
+        save(self, Path(path), lora_only=lora_only, save_optimizer=save_optimizer)
 
     def load_checkpoint(
         self,
@@ -178,7 +179,7 @@ class LLMAlgorithm(LoRAAgent):
             FileNotFoundError: If there is no checkpoint.
             ValueError: If the LoRA configs differ, each field listed, or a file is damaged.
         """
-        save_and_load.load_into(
+        load_into(
             self,
             Path(path),
             load_optimizer=load_optimizer,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agilerl.algorithms.checkpoint.resume import SavedAgent, read_saved_agent
+from agilerl.algorithms.checkpoint.load import SavedAgent, read_saved_agent
 from agilerl.checks import require
 from agilerl.distributed import Ranks
 from agilerl.llm.checkpoint.schema import DamagedCheckpointError, check, damaged, reading
@@ -135,7 +135,7 @@ def read_checkpoint(
         agents = [
             read_saved_agent(agent, path / f"agent_{agent.index}") for agent in population.agents
         ]
-    except DamagedCheckpointError as error:
+    except (FileNotFoundError, DamagedCheckpointError) as error:
         raise ValueError(f"{error}; {_alternative(path)}") from error
     return RunCheckpoint(path, state, agents)
 
