@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from agilerl.llm.checkpoint.optimizer_shards import (
     Fragment,
-    assemble,
     read_shards,
     shard_file,
     write_shard,
@@ -28,6 +28,12 @@ STATE = {
     }
     for number, shape in enumerate(SHAPES)
 }
+
+
+def read(folder: Path, shards: list[dict[int, Fragment]], parameters: int) -> Any:
+    for rank, shard in enumerate(shards):
+        write_shard(folder, rank, shard)
+    return read_shards(folder, len(shards), parameters)
 
 
 def cut(*ends: int) -> list[dict[int, Fragment]]:
@@ -51,26 +57,20 @@ def cut(*ends: int) -> list[dict[int, Fragment]]:
 
 @pytest.mark.parametrize("ends", [(), (7,), (6,), (1, 2, 3), (4, 15), (8, 8)], ids=str)
 def test_any_cut_is_put_together_again(ends: tuple[int, ...], tmp_path: Path) -> None:
-    shards = cut(*ends)
-    for rank, shard in enumerate(shards):
-        write_shard(tmp_path, rank, shard)
-    for found in (assemble(shards, 3), read_shards(tmp_path, len(shards), 3)):
-        assert list(found) == [0, 1, 2]
-        for number, moments in found.items():
-            assert moments.keys() == STATE[number].keys()
-            for name, values in moments.items():
-                assert torch.equal(values, STATE[number][name])
+    found = read(tmp_path, cut(*ends), 3)
+    assert list(found) == [0, 1, 2]
+    for number, moments in found.items():
+        assert moments.keys() == STATE[number].keys()
+        for name, values in moments.items():
+            assert torch.equal(values, STATE[number][name])
 
 
 def test_parameter_groups_may_count_their_steps_apart(tmp_path: Path) -> None:
-    shards = cut(7)
-    for rank, shard in enumerate(shards):
-        own = {
-            n: replace(f, state=f.state | {"step": torch.tensor(float(n))})
-            for n, f in shard.items()
-        }
-        write_shard(tmp_path, rank, own)
-    found = read_shards(tmp_path, len(shards), 3)
+    shards = [
+        {n: replace(f, state=f.state | {"step": torch.tensor(float(n))}) for n, f in shard.items()}
+        for shard in cut(7)
+    ]
+    found = read(tmp_path, shards, 3)
     assert [found[n]["step"] for n in range(3)] == [0.0, 1.0, 2.0]
 
 
@@ -86,18 +86,16 @@ def test_files_with_one_count_of_steps_for_all_are_read(tmp_path: Path) -> None:
 
 
 def test_before_the_first_step_there_is_nothing(tmp_path: Path) -> None:
-    for rank in range(2):
-        write_shard(tmp_path, rank, {})
-    assert read_shards(tmp_path, 2, 3) == {}
+    assert read(tmp_path, [{}, {}], 3) == {}
 
 
 @pytest.mark.parametrize("kept", [[0], [1], [0, 0, 1], [0, 1, 1]], ids=str)
-def test_what_is_missing_or_twice_there_is_named(kept: list[int]) -> None:
+def test_what_is_missing_or_twice_there_is_named(kept: list[int], tmp_path: Path) -> None:
     shards = cut(7)
     with pytest.raises(ValueError, match=r"parameters \[.*\], or hold them twice"):
-        assemble([shards[i] for i in kept], 3)
+        read(tmp_path, [shards[i] for i in kept], 3)
 
 
-def test_a_parameter_that_no_shard_knows() -> None:
+def test_a_parameter_that_no_shard_knows(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"parameters \[3\]"):
-        assemble(cut(7), 4)
+        read(tmp_path, cut(7), 4)

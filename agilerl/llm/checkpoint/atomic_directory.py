@@ -51,7 +51,7 @@ def atomic_directory(path: Path, marker: str) -> Iterator[Path]:
         # Held until the end, or until the kernel releases it for a process that was killed: that
         # is how the next writer tells a leftover from work in progress.
         with contextlib.suppress(OSError):  # a file system without locks
-            stack.callback(unlock_directory, lock_directory(temporary))
+            stack.callback(_unlock, _lock(temporary))
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         yield temporary
         sync_tree(temporary)
@@ -162,23 +162,16 @@ def _remove_leftovers(path: Path, marker: str) -> None:
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
     for leftover in [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]:
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            stack.callback(unlock_directory, lock_directory(leftover))
+            stack.callback(_unlock, _lock(leftover))
             shutil.rmtree(leftover, ignore_errors=True)
     if (path / marker).is_file():
         shutil.rmtree(_beside(path, "previous"), ignore_errors=True)
 
 
-def lock_directory(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Lock a directory or file against other processes, and against other calls in this one.
+def _lock(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Lock a file or directory; the file descriptor, for :func:`_unlock`.
 
     The kernel releases the lock however the process ends.
-
-    Returns:
-        What :func:`unlock_directory` takes.
-
-    Raises:
-        BlockingIOError: If it is locked.
-        OSError: If it does not exist, or lies on a file system without locks.
     """
     descriptor = os.open(path, flags, 0o666)
     try:
@@ -189,20 +182,27 @@ def lock_directory(path: Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
-def unlock_directory(descriptor: int) -> None:
-    """Release a lock; closing alone would leave it to forked children that live on."""
+def _unlock(descriptor: int) -> None:
+    # Closing alone would leave the lock to forked children that live on.
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def lock_name(path: Path) -> int:
-    """Lock a name, as :func:`lock_directory` does, whatever directory comes to be there.
+    """Lock a name against other processes, and against other calls in this one.
 
     A directory that is replaced takes its own lock with it, so this one is on a file beside it.
+
+    Returns:
+        What :func:`unlock_name` takes.
+
+    Raises:
+        BlockingIOError: If it is locked.
+        OSError: If it lies on a file system without locks.
     """
     file = _beside(path, "lock")
     file.parent.mkdir(parents=True, exist_ok=True)
-    while not _is_at(file, descriptor := lock_directory(file, os.O_RDWR | os.O_CREAT)):
+    while not _is_at(file, descriptor := _lock(file, os.O_RDWR | os.O_CREAT)):
         # Its owner removed the file between the two calls: lock the one that is there now.
         os.close(descriptor)
     return descriptor
@@ -211,7 +211,7 @@ def lock_name(path: Path) -> int:
 def unlock_name(path: Path, descriptor: int) -> None:
     """Release a name and remove its file."""
     _beside(path, "lock").unlink(missing_ok=True)
-    unlock_directory(descriptor)
+    _unlock(descriptor)
 
 
 def _beside(path: Path, kind: str) -> Path:
@@ -222,9 +222,8 @@ def _beside(path: Path, kind: str) -> Path:
 def sync_tree(folder: Path) -> None:
     """Flush every file and directory below ``folder`` to disk."""
     for root, _, files in os.walk(folder):
-        for name in files:
+        for name in (*files, "."):
             sync_directory(Path(root, name))
-        sync_directory(Path(root))
 
 
 def sync_directory(path: Path) -> None:

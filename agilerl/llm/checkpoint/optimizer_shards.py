@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -87,17 +87,9 @@ def read_shards(
     Raises:
         DamagedCheckpointError: If a file is missing, damaged, or of another checkpoint.
     """
-    shards = [_read_shard(shard_file(folder, rank)) for rank in range(processes)]
-    return assemble(shards, parameters, folder / FOLDER)
-
-
-def assemble(
-    shards: Iterable[Shard], parameters: int, folder: Path = Path(FOLDER)
-) -> dict[int, dict[str, torch.Tensor]]:
-    """Put the shards of a folder together; see :func:`read_shards`."""
     found: defaultdict[int, list[Fragment]] = defaultdict(list)
-    for shard in shards:
-        for number, fragment in shard.items():
+    for rank in range(processes):
+        for number, fragment in _read_shard(shard_file(folder, rank)).items():
             found[number].append(fragment)
     # Before the first step nobody has moments.
     wanted = range(parameters if found else 0)
@@ -114,7 +106,8 @@ def assemble(
             name: torch.cat([part[name] for part in parts]).view(*shapes) for name in MOMENTS
         }
     if bad:
-        damaged(folder, f"its files lack elements of the parameters {bad[:8]}, or hold them twice")
+        reason = f"its files lack elements of the parameters {bad[:8]}, or hold them twice"
+        damaged(folder / FOLDER, reason)
     return state
 
 

@@ -203,17 +203,10 @@ def reading(file: Path, what: str = "it cannot be read") -> Iterator[None]:
 
 
 def check(file: Path, value: Any, expected: Any, field: str = "content") -> None:
-    """Compare what was read from a file with the type that its table gives.
+    """Raise DamagedCheckpointError, naming the innermost field that is not of the expected type.
 
-    Args:
-        file: For the message.
-        value: What was read.
-        expected: A class, a TypedDict, or what ``typing`` makes of these; ``Annotated`` with a
-            predicate and its description.
-        field: Name of the value.
-
-    Raises:
-        DamagedCheckpointError: It is of another type; the message names the innermost field.
+    Expected is a class, a TypedDict, or what ``typing`` makes of these; ``Annotated`` with a
+    predicate and its description.
     """
     reason = mismatch(value, expected, field)
     if reason is not None:
