@@ -172,6 +172,9 @@ def test_targets_that_carry_no_adapter_leave_none_behind(tmp_path: Path) -> None
     file = tmp_path / "run" / CONFIG
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"target_modules": ["q_proj", "norm"]}))
+    tensors = load_file(tmp_path / "run" / TENSORS)
+    of_queries = {name: tensor for name, tensor in tensors.items() if "q_proj" in name}
+    save_file(of_queries, tmp_path / "run" / TENSORS)
     before = base_state_dict(agent.policy.model).keys()
     with pytest.raises(ValueError, match="not supported"):
         agent.load_checkpoint(tmp_path / "run", merge_lora_configs=True)

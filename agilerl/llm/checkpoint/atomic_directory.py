@@ -144,11 +144,7 @@ def refuse_to_replace(path: Path, marker: str) -> None:
     """Raise FileExistsError unless ``path`` is free, empty, or a directory with ``marker``."""
     if not path.exists() or (path / marker).is_file():
         return
-    require(
-        path.is_dir(),
-        f"{path} is a file; pass a directory of its own for the checkpoint",
-        FileExistsError,
-    )
+    require(path.is_dir(), f"{path} is a file; pass a directory", FileExistsError)
     require(
         not any(path.iterdir()),
         f"{path} holds files but no checkpoint ({marker}), and saving there would remove them; "

@@ -204,7 +204,7 @@ def _read_adapters(folder: Path, attributes: Mapping[str, Any]) -> dict[str, Sav
     # Absent where all roles have the same.
     own, common = attributes.get("lora_configs", {}), attributes["arguments"].get("lora_config")
     return {
-        role: _checked_adapter(file, lora_config_from(file, own.get(role, common)), tensors)
+        role: _adapter_from(file, own.get(role, common), tensors)
         for role, tensors in ({"actor": actor} | attributes["adapter_state_dicts"]).items()
     }
 
@@ -223,14 +223,13 @@ def _read_adapter(folder: Path) -> SavedAdapter:
         tensors = load_file(tensors_file)
     with reading(config_file):
         config = json.loads(config_file.read_text(encoding="utf-8"))
-    return _checked_adapter(tensors_file, lora_config_from(config_file, config), tensors)
+    return _adapter_from(config_file, config, tensors)
 
 
-def _checked_adapter(
-    file: Path, config: LoraConfig, tensors: dict[str, torch.Tensor]
-) -> SavedAdapter:
-    """Refuse a rank larger than any tensor: the agent would allocate it."""
+def _adapter_from(file: Path, content: Any, tensors: dict[str, torch.Tensor]) -> SavedAdapter:
+    config = lora_config_from(file, content)
     rank = max([config.r, *(config.rank_pattern or {}).values()])
+    # The agent would allocate it.
     if rank > max((size for tensor in tensors.values() for size in tensor.shape), default=0):
         damaged(file, f"no tensor of it has rank {rank}")
     return SavedAdapter(config, tensors)

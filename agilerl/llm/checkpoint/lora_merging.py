@@ -54,21 +54,11 @@ def with_live_targets(policy: Policy, role: str, adapter: SavedAdapter) -> Saved
 
     ``"all-linear"`` and a list of names may mean the same; the tensors tell.
     """
-    live = adapter_state_dict(policy.model, policy.slot(role))
-    modules = {_module(name) for name in live}
-    if adapter.tensors.keys() != live.keys() or not _names(adapter.config.target_modules, modules):
+    if adapter.tensors.keys() != adapter_state_dict(policy.model, policy.slot(role)).keys():
         return adapter
     config = copy.deepcopy(adapter.config)
     config.target_modules = copy.copy(policy.lora_configs[role].target_modules)
     return SavedAdapter(config, adapter.tensors)
-
-
-def _names(targets: Any, modules: set[str]) -> bool:
-    """Whether targets, by PEFT's rules, name all of the modules, and each at least one."""
-    if not isinstance(targets, list | set | tuple):
-        return targets == "all-linear"
-    named = {t: {m for m in modules if f".{m}".endswith(f".{t}")} for t in targets}
-    return all(named.values()) and set().union(*named.values()) == modules
 
 
 def check_same_config(
@@ -221,7 +211,7 @@ def _padded(
 
 def _rank_and_scaling(config: LoraConfig, tensor_name: str) -> tuple[int, float]:
     """A layer's rank, and what PEFT multiplies the product of its factors with."""
-    module = _module(tensor_name)
+    module = re.sub(r"^base_model\.model\.|\.lora_[^.]*(\..*)?$", "", tensor_name)
     rank, alpha = (
         pattern.get(get_pattern_key(pattern.keys(), module), default)
         for pattern, default in (
@@ -230,8 +220,3 @@ def _rank_and_scaling(config: LoraConfig, tensor_name: str) -> tuple[int, float]
         )
     )
     return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
-
-
-def _module(tensor_name: str) -> str:
-    """Path of the module that an adapter's tensor belongs to."""
-    return re.sub(r"^base_model\.model\.|\.lora_[^.]*(\..*)?$", "", tensor_name)
