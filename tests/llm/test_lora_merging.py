@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig
+from peft import EvaConfig, LoraConfig
 
 from agilerl.llm.checkpoint.checkpoint_files import SavedAdapter, adapter_state_dict
 from agilerl.llm.checkpoint.lora_merging import (
@@ -121,6 +121,19 @@ def test_what_padding_cannot_make_up_for_is_refused_by_name(field: str, value: A
     assert differing_fields(live, saved).keys() == {field}
     with pytest.raises(ValueError, match=f"differ in {field} cannot be merged"):
         merge_configs(live, saved)
+
+
+def test_how_an_adapter_was_initialised_makes_no_difference() -> None:
+    live = LoraConfig(init_lora_weights="eva", eva_config=EvaConfig(), target_modules=MODULES)
+    assert differing_fields(live, LoraConfig(target_modules=MODULES)) == {}
+
+
+def test_factors_of_another_rank_than_their_config_says_are_refused() -> None:
+    policy, source = (random_policy(1, r=r, target_modules=MODULES) for r in (6, 4))
+    tensors = adapter_state_dict(source.model, source.slot("actor"))
+    tensors = {name: t[:2] if "lora_A" in name else t[:, :2] for name, t in tensors.items()}
+    with pytest.raises(ValueError, match="actor adapter has tensors in another shape"):
+        fit_adapter(policy, "actor", SavedAdapter(source.lora_config, tensors))
 
 
 def test_ranks_of_stacked_experts_are_not_merged() -> None:
