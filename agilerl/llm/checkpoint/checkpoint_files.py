@@ -25,22 +25,11 @@ from transformers import GenerationConfig
 
 from agilerl.checks import require
 from agilerl.distributed import Ranks
+from agilerl.llm.checkpoint import schema
 from agilerl.llm.checkpoint.atomic_directory import atomic_directory, read_directory
 from agilerl.llm.checkpoint.base_weights import ADAPTER_PREFIX, base_state_dict
 from agilerl.llm.checkpoint.optimizer_shards import read_shards, write_shard
-from agilerl.llm.checkpoint.schema import (
-    FORMAT,
-    ORIGIN_FIELDS,
-    AdapterConfig,
-    Attributes,
-    Count,
-    DamagedCheckpointError,
-    EngineState,
-    FullActorAttributes,
-    check,
-    damaged,
-    reading,
-)
+from agilerl.llm.checkpoint.schema import check, damaged, reading
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.policy import Policy
 
@@ -98,7 +87,7 @@ def write_checkpoint(
     Raises:
         FileExistsError: If ``path`` holds something that is not a checkpoint.
     """
-    content = {"format": FORMAT, **attributes, "lora_only": lora_only, "roles": policy.roles}
+    content = {"format": schema.FORMAT, **attributes, "lora_only": lora_only, "roles": policy.roles}
     shard = None
     if not lora_only:
         with policy.base.whole():
@@ -184,15 +173,11 @@ def _read_attributes(file: Path) -> dict[str, Any]:
     with reading(file):
         content = torch.load(file, map_location="cpu", weights_only=True)
     check(file, content, dict)
-    require(
-        content.get("format") == FORMAT,
-        f"{file} has format {content.get('format')!r}, but this version reads format {FORMAT}; use "
-        "another checkpoint",
-        DamagedCheckpointError,
-    )
-    check(file, content, Attributes if content.get("lora_only") is True else FullActorAttributes)
-    if "actor" not in content["roles"]:
-        damaged(file, f"its roles are {content['roles']!r}, without 'actor'")
+    found = content.get("format")
+    if found != schema.FORMAT:
+        damaged(file, f"it has format {found!r}, and this version reads format {schema.FORMAT}")
+    lora_only = content.get("lora_only") is True
+    check(file, content, schema.Attributes if lora_only else schema.FullActorAttributes)
     return cast(dict[str, Any], content)
 
 
@@ -245,9 +230,9 @@ def lora_config_from(file: Path, content: Any) -> LoraConfig:
     check(file, content, dict)
     kind = content.get("peft_type", "LORA")
     require(kind == "LORA", f"{file} is that of a {kind} adapter; only LoRA can be loaded")
-    check(file, content, AdapterConfig)
-    names, defaults = AdapterConfig.__annotations__.keys(), LoraConfig().to_dict()
-    other = sorted(content.keys() - names - ORIGIN_FIELDS)
+    check(file, content, schema.AdapterConfig)
+    names, defaults = schema.AdapterConfig.__annotations__.keys(), LoraConfig().to_dict()
+    other = sorted(content.keys() - names - schema.ORIGIN_FIELDS)
     refused = {n: content[n] for n in other if content[n] and content[n] != defaults.get(n)}
     require(
         not refused,
@@ -262,10 +247,10 @@ def _read_optimizer(folder: Path, attributes: Mapping[str, Any]) -> dict[str, An
     file, state = folder / ATTRIBUTES_FILE, attributes.get("optimizer")
     if state is None:
         return None
-    check(file, state, EngineState, "optimizer")
+    check(file, state, schema.EngineState, "optimizer")
     if "optimizer_shards" not in attributes:
         return dict(state)
-    check(file, attributes["optimizer_shards"], Count, "optimizer_shards")
+    check(file, attributes["optimizer_shards"], schema.Count, "optimizer_shards")
     parameters = sum(len(group["params"]) for group in state["optimizer"]["param_groups"])
     moments = read_shards(folder, attributes["optimizer_shards"], parameters)
     return {**state, "optimizer": {**state["optimizer"], "state": moments}}

@@ -89,7 +89,7 @@ class Attributes(TypedDict):
     rng_states: NotRequired[list[torch.Tensor]]
     bad_steps: NotRequired[int]
     lora_only: bool
-    roles: list[Role]
+    roles: Annotated[list[Role], lambda roles: "actor" in roles, "names of roles with 'actor'"]
     base_name: NotRequired[str | None]
     base_dtype: NotRequired[dict[str, str]]
     base_fingerprint: NotRequired[str]
