@@ -156,3 +156,14 @@ class InstanceOf:
 FLAG = InstanceOf(bool, "True or False", optional=False)
 COUNT = Number(1, integer=True)
 OPTIONAL_COUNT = Number(1, integer=True, optional=True)
+
+
+def missing_members(value: object, protocol: type) -> list[str]:
+    """Members of a protocol that an object of the user lacks, not counting its bases'.
+
+    Unlike ``isinstance``, which from Python 3.12 on ignores ``__getattr__``, this accepts wrappers
+    that delegate to what they wrap.
+    """
+    names = dict.fromkeys([*vars(protocol), *protocol.__annotations__])
+    members = [name for name in names if name == "__len__" or not name.startswith("_")]
+    return [name for name in members if not hasattr(value, name)]

@@ -245,11 +245,14 @@ class GRPO(GRPOArguments, LLMAlgorithm):
 
         Raises:
             ValueError: If shapes disagree, groups are incomplete, or a reward is not finite.
-            RuntimeError: If there are several processes, and the agent is not wrapped.
+            RuntimeError: Within :meth:`rollout`; or if there are several processes, and the agent
+                is not wrapped.
             NonFiniteUpdateError: If three optimizer steps in a row had a non-finite loss or
                 gradient.
         """
         completion_ids, action_masks, rewards = experiences
+        if self.policy.base.in_rollout:
+            raise RuntimeError("learn was called within agent.rollout(); leave that first")
         require(
             turn_ids is not None or self.loss_config().ratio_level != "turn",
             "turn_ids is None, but importance_sampling_level is 'turn'; pass the turn of each "

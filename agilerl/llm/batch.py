@@ -79,6 +79,11 @@ class TrainBatch:
             return torch.arange(len(self), device=self.device)
         return self.trajectory_ids
 
+    @property
+    def shortest_row(self) -> torch.Tensor:
+        """``(1,)`` long index of it: what dummy forwards run."""
+        return self.lengths.argmin()[None]
+
     def select(self, rows: torch.Tensor) -> TrainBatch:
         """The given rows (a long index), every field trimmed to the longest of them."""
         removed = self.token_ids.shape[1] - int(self.lengths[rows].max())

@@ -101,9 +101,9 @@ class UpdateConfig:
     """How a batch of rollouts becomes optimizer steps."""
 
     batch_size: int
-    """Sequences per optimizer step."""
+    """Trajectories of this rank per optimizer step."""
     micro_batch_size: int
-    """Sequences per forward and backward."""
+    """Rows of this rank per forward and backward."""
     epochs: int
     max_grad_norm: float
     reduction: Reduction = "sequence"

@@ -36,7 +36,7 @@ def cispo_objective(
 
 
 @dataclass(frozen=True)
-class LossRow:
+class LossSpec:
     """Definition of a ``loss_type``."""
 
     objective: Objective
@@ -46,10 +46,10 @@ class LossRow:
     """Used where ``loss_reduction`` is None."""
 
 
-LOSS_TABLE: dict[LossType, LossRow] = {
-    "grpo": LossRow(clipped_surrogate, None, "sequence"),
-    "gspo": LossRow(clipped_surrogate, "trajectory", "sequence"),
-    "cispo": LossRow(cispo_objective, None, "token"),
+LOSS_TABLE: dict[LossType, LossSpec] = {
+    "grpo": LossSpec(clipped_surrogate, None, "sequence"),
+    "gspo": LossSpec(clipped_surrogate, "trajectory", "sequence"),
+    "cispo": LossSpec(cispo_objective, None, "token"),
 }
 
 

@@ -61,7 +61,7 @@ def plan_mini_batches(
     Args:
         batch: This rank's rows, with their ``loss_mask``.
         active: ``(B,)`` bool, rows with a gradient.
-        update: Sizes, in trajectories of this rank.
+        update: Sizes.
         ranks: The processes that step together.
         rng: Orders the prompts, on each rank its own.
         lockstep: Whether every rank must run equally many micro-batches.

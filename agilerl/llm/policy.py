@@ -202,7 +202,6 @@ class Policy:
             entropy=entropy,
         )
 
-    @torch.no_grad()
     def frozen_logprobs(
         self,
         batch: TrainBatch,
@@ -229,14 +228,15 @@ class Policy:
         runs = len(micro_batches) if partition is None else partition.most(len(micro_batches))
         if runs == 0:
             return result
-        with self.as_role(role):
+        # torch.compile fuses a graph without gradients in another way, which rounds differently.
+        as_in_training = self._decoder is not None and role in self.trained
+        with self.as_role(role), torch.set_grad_enabled(as_in_training):
             for _ in range(runs - len(micro_batches)):
                 # Only for the ranks that have more rows.
-                first_row = batch.select(torch.zeros(1, dtype=torch.long))
-                self.logprobs(first_row, config, entropy=False)
+                self.logprobs(batch.select(batch.shortest_row), config, entropy=False)
             for rows in micro_batches:
                 chosen = batch.select(rows)
-                logp = self.logprobs(chosen, config, entropy=False).logp
+                logp = self.logprobs(chosen, config, entropy=False).logp.detach()
                 result = result.to(logp.dtype)
                 scattered = scatter_actions(logp, chosen.action_mask)
                 result[rows, : scattered.shape[1]] = scattered

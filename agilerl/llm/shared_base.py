@@ -218,7 +218,8 @@ class SharedBase:
             return
         if self._exclusive not in (None, slot):
             raise RuntimeError(
-                "another agent is generating with this base model; use one of its agents at a time"
+                "a rollout with another adapter of this base model is under way; leave "
+                "agent.rollout() first, and use one of its agents at a time"
             )
         assert self.peft is not None
         if slot is None:
@@ -227,6 +228,11 @@ class SharedBase:
             self.peft.base_model.enable_adapter_layers()
             self.peft.set_adapter(slot, inference_mode=not trainable)
         self._active = (slot, trainable)
+
+    @property
+    def in_rollout(self) -> bool:
+        """Whether an adapter is active exclusively."""
+        return self._exclusive is not None
 
     @contextlib.contextmanager
     def exclusive(self, slot: str) -> Iterator[None]:

@@ -101,7 +101,7 @@ def run_update(
             and of the policy before the update are added here, where they are needed.
         loss_function: The objective.
         forward: How log-probs are computed.
-        update: Mini-batch and micro-batch sizes (in rows of this rank), epochs, gradient clipping.
+        update: Sizes, epochs, gradient clipping.
         rng: Orders the prompts.
         skipped_steps: Counted over calls.
 
@@ -236,7 +236,7 @@ class _Updater:
 
     def _dummy_micro_batch(self) -> None:
         """Run forward and backward with weight zero: all ranks must run equally many (ZeRO 3)."""
-        batch = self.batch.select(torch.zeros(1, dtype=torch.long))
+        batch = self.batch.select(self.batch.shortest_row)
         self.engine.backward(self.policy.logprobs(batch, self.forward).logp.sum() * 0.0)
 
     def _micro_batch(self, rows: torch.Tensor, weights: torch.Tensor, first: bool) -> torch.Tensor:

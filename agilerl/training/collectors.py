@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from agilerl.checks import missing_members
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training.experience import Experience, Sample
-from agilerl.training.protocols import Agent, FingerprintedEnv, SingleTurnEnv, missing_members
+from agilerl.training.protocols import Agent, FingerprintedEnv, SingleTurnEnv
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agilerl.checks import InstanceOf, require
-from agilerl.training.protocols import DistributedEnv, SingleTurnEnv, missing_members
+from agilerl.checks import InstanceOf, missing_members, require
+from agilerl.training.protocols import DistributedEnv, SingleTurnEnv
 
 if TYPE_CHECKING:
     from agilerl.distributed import Ranks

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from agilerl.llm.advantages import zero_variance_groups
+
 if TYPE_CHECKING:
     from agilerl.distributed import Ranks
     from agilerl.typing import ExperiencesType
@@ -109,5 +111,5 @@ def time_statistics(experience: Experience, learning_seconds: float) -> dict[str
 
 
 def has_reward_variance(rewards: torch.Tensor) -> bool:
-    """Whether some group (row of ``(P, G)``) holds two different rewards."""
-    return bool((rewards != rewards[:, :1]).any())
+    """Whether some group (row of ``(P, G)``) holds two rewards that differ beyond rounding."""
+    return zero_variance_groups(rewards.reshape(-1), rewards.shape[1]) < len(rewards)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from agilerl.checks import require
-from agilerl.training.protocols import Agent, Collector, missing_members
+from agilerl.checks import missing_members, require
+from agilerl.training.protocols import Agent, Collector
 
 
 @dataclass(frozen=True)

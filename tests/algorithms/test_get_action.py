@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from agent_helpers import TOKENIZER, make_agent, prompts, randomise, small_model
+from agent_helpers import TOKENIZER, make_agent, prompts, randomise, small_model, train
 
 from agilerl.llm.generation.hf import HFGenerator
 
@@ -175,3 +175,10 @@ def test_a_mask_counts_a_sampled_padding_id_as_action() -> None:
 def test_bad_obs(obs: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make_agent().get_action(obs)
+
+
+def test_learn_within_a_rollout_is_refused() -> None:
+    agent = make_agent()
+    with agent.rollout(), pytest.raises(RuntimeError, match=r"within agent.rollout\(\)"):
+        train(agent)
+    train(agent)

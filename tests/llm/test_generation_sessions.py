@@ -218,6 +218,8 @@ def test_weights_stay_the_same_in_a_session() -> None:
         generator.sync(policy)
         with pytest.raises(RuntimeError, match="one of its agents"):
             policy.set_role("reference")
+        with pytest.raises(RuntimeError, match="keeps its policy"):
+            generator.sync(policy_of(tiny_model()))  # of another base
 
 
 def test_a_session_is_of_the_policy_and_role_in_sync() -> None:

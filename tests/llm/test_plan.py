@@ -92,3 +92,16 @@ def test_a_reference_of_equal_weights_has_no_kl_in_bfloat16() -> None:
     batch = batch_of([3] * 8, [9, 1, 7, 2, 8, 3, 6, 4])
     run = Run(batch, update=replace(Run().update, micro_batch_size=3), lr=0.0)
     assert run(policy, objective(beta=0.1))[0]["mean_kl"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_ratio_of_unchanged_weights_is_one_when_compiled() -> None:
+    policy = random_policy(tiny_model(dtype=torch.bfloat16))
+    policy.compile("default")
+    batch = batch_of([3] * 12, [9, 1, 7, 2, 8, 3, 6, 4, 5, 9, 2, 7])
+    update = UpdateConfig(6, micro_batch_size=3, epochs=2, max_grad_norm=1e-30)
+    run = Run(batch, random_values(batch), forward=PLAIN, update=update, lr=0.0)
+    metrics, engine = run(policy, objective())
+    assert len(engine.seen) == 4
+    assert metrics["ratio_max"] == metrics["ratio_mean"] == 1.0

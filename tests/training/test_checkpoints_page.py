@@ -75,3 +75,16 @@ def test_what_lies_on_disk_is_what_the_page_says(
     held = ", ".join(name for name, key in parts.items() if key in saved)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[3:] == ["PEFT directories" if folders else "", held, ""]
+
+
+def test_zero_only_moves_the_optimizer_out_of_the_attributes() -> None:
+    row = r"^\| (True|False) \| (True|False) \| (yes|no) \| (.*) \|$"
+    lines = re.findall(row, PAGE, re.MULTILINE)
+    cells = {line[:3]: [cell.strip() for cell in line[3].split("|")] for line in lines}
+    assert len(cells) == 8
+    for (lora_only, save_optimizer, zero), (adapters, attributes, shards) in cells.items():
+        if zero == "yes":
+            alone = cells[lora_only, save_optimizer, "no"]
+            assert [adapters, attributes] == [alone[0], alone[1].removesuffix(", optimizer")]
+            saved = save_optimizer == "True"
+            assert shards == ("optimizer, one file per process" if saved else "")

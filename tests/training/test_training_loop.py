@@ -200,3 +200,8 @@ def test_time_statistics_by_hand() -> None:
         "environment_seconds": 1.0,
         "learning_seconds": 3.0,
     }
+
+
+def test_returns_that_differ_by_rounding_alone_are_no_variance() -> None:
+    turns = torch.tensor([[0.1, 0.1, 0.7], [0.1, 0.7, 0.1]])
+    assert not has_reward_variance(turns.sum(1)[None])

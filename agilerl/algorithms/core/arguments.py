@@ -104,9 +104,17 @@ class Argument:
         return self
 
 
-def argument(rule: Rule | None, default: Any = REQUIRED, **facts: bool) -> Any:
-    """A row of the table, to be assigned where the attribute is declared."""
-    return Argument(rule, default, **facts)
+def argument(
+    rule: Rule | None,
+    default: Any = REQUIRED,
+    *,
+    saved: bool = True,
+    resumed: bool = True,
+    mutable: bool = False,
+    supported: bool = True,
+) -> Any:
+    """A row of the table, to be assigned where the attribute is declared; see :class:`Argument`."""
+    return Argument(rule, default, saved, resumed, mutable, supported)
 
 
 class LLMArguments:

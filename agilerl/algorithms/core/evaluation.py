@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from agilerl.checks import COUNT, require
+from agilerl.checks import COUNT, missing_members, require
 from agilerl.llm_envs.episodes import evaluate_episodes
 from agilerl.typing import Act, EvaluableEnv, Evaluation, MultiTurnEnv
 
@@ -24,17 +24,15 @@ def evaluate(env: Any, act: Act, loop: int) -> torch.Tensor:
         ValueError: If ``loop`` is not positive.
     """
     COUNT("loop", loop)
+    evaluable = not missing_members(env, EvaluableEnv)
     require(
-        isinstance(env, EvaluableEnv | MultiTurnEnv),
+        evaluable or not missing_members(env, MultiTurnEnv),
         f"env is of type {type(env).__name__}, which has no evaluate(act, loop) method; it must be "
         "a ReasoningGym, a SyncMultiTurnVecEnv or a TokenObservationWrapper, or follow "
         "agilerl.typing.EvaluableEnv or MultiTurnEnv",
         TypeError,
     )
-    if isinstance(env, EvaluableEnv):
-        evaluation = env.evaluate(act, loop)
-    else:
-        evaluation = evaluate_episodes(env, act, range(loop))
+    evaluation = env.evaluate(act, loop) if evaluable else evaluate_episodes(env, act, range(loop))
     require(
         isinstance(evaluation, Evaluation),
         f"evaluate of {type(env).__name__} returned a {type(evaluation).__name__}; it must be an "

@@ -60,8 +60,10 @@ class HFGenerator:
         """Generate with ``policy`` from now on; its weights are read where they are.
 
         Raises:
-            RuntimeError: In a session with another adapter of the same base.
+            RuntimeError: In a session of another policy, or with another adapter of its base.
         """
+        if self._prefix_cache is not None and policy is not self.policy:
+            raise RuntimeError("within a session the generator keeps its policy; leave it first")
         policy.set_role(policy.role)
         self.policy, self._support = policy, decoding_support(policy)
 

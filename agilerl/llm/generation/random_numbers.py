@@ -11,8 +11,9 @@ BLOCK = 256
 class Uniforms:
     """One number in [0, 1) per row and position, drawn a block of positions at a time.
 
-    A number depends on ``rng``'s state at construction, its row and its position alone, and so
-    does the state that ``rng`` is left in: not on the rows that are run together, nor on how far.
+    A number depends on ``rng``'s state at construction, its row, its position and ``positions``
+    alone, not on the rows that are run together, nor on how far. Nor does the state that ``rng``
+    is left in.
 
     Args:
         rows: How many rows there are.
