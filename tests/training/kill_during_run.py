@@ -106,10 +106,10 @@ def leftovers(path: Path) -> Iterator[set[int]]:
 
 def in_a_save(path: Path, before: set[int]) -> bool:
     """Whether there is a folder of a save that is not complete, but for those of ``before``."""
-    newest = max((iteration_of(each) or 0 for each in complete_checkpoints(path)), default=0)
+    newest = max((iteration_of(each) for each in complete_checkpoints(path)), default=0)
     for folder in path.glob(LEFTOVERS):
         # Earlier ones were complete and are being removed.
-        later = (iteration_of(Path(folder.name.split(".")[1])) or 0) > newest
+        later = iteration_of(Path(folder.name.split(".")[1])) > newest
         with contextlib.suppress(FileNotFoundError):  # it was renamed just now
             if later and folder.stat().st_ino not in before:
                 return True

@@ -52,10 +52,10 @@ def checkpoint_name(iteration: int, evaluated: bool = False) -> str:
     return f"iteration_{iteration:08d}" + "_evaluated" * evaluated
 
 
-def iteration_of(folder: Path) -> int | None:
-    """The iteration in the name of a checkpoint, also of a crashed run's; None for other names."""
+def iteration_of(folder: Path) -> int:
+    """The iteration in the name of a checkpoint, also of a crashed run's; -1 for other names."""
     found = _NAME.fullmatch(folder.name)
-    return None if found is None else int(found[2])
+    return -1 if found is None else int(found[2])
 
 
 def complete_checkpoints(directory: str | Path) -> list[Path]:
@@ -66,7 +66,7 @@ def complete_checkpoints(directory: str | Path) -> list[Path]:
         resume_from = "run" if complete_checkpoints("run") else None
     """
     children = sorted(Path(os.path.expanduser(directory)).glob("iteration_*"))
-    return [c for c in children if iteration_of(c) is not None and (c / STATE_FILE).is_file()]
+    return [c for c in children if iteration_of(c) >= 0 and (c / STATE_FILE).is_file()]
 
 
 def best_checkpoint(directory: str | Path) -> Path | None:
@@ -158,11 +158,10 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 def _alternative(path: Path) -> str:
     """What to resume from instead of the checkpoint at ``path``."""
-    number = iteration_of(path) or 0
-    older = [c for c in complete_checkpoints(path.parent) if (iteration_of(c) or 0) < number]
-    if not older:
-        return "there is no older checkpoint beside it"
-    return f"resume from the one before it: resume_from={str(older[-1])!r}"
+    for older in reversed(complete_checkpoints(path.parent)):
+        if iteration_of(older) < iteration_of(path):
+            return f"resume from the one before it: resume_from={str(older)!r}"
+    return "there is no older checkpoint beside it"
 
 
 def _identity(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,8 +54,11 @@ class RunDirectory(contextlib.ExitStack):
 
     def _take(self, path: str | Path | None, resumed: RunCheckpoint | None) -> Path:
         if path is None:
-            names = (self.name + f"-{number}" * (number > 1) for number in itertools.count(1))
-            taken = next(filter(_make, (Path("runs") / name for name in names)))
+            for number in itertools.count(1):
+                taken = Path("runs") / (self.name + f"-{number}" * (number > 1))
+                with contextlib.suppress(FileExistsError):
+                    taken.mkdir(parents=True)
+                    break
         else:
             taken = Path(path)
             taken.mkdir(parents=True, exist_ok=True)
@@ -144,25 +147,17 @@ def lies_in(checkpoint: Path, run_directory: str | Path | None) -> bool:
     return checkpoint.resolve().parent == folder
 
 
-def _make(folder: Path) -> bool:
-    """Make a folder; False: it is there already."""
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        return False
-    return True
-
-
 def _move_aside(path: Path, what: str, logs: Sequence[str] = (), after: int = -1) -> None:
     """Move logs and later checkpoints to the next unused ``earlier_run_<number>`` in ``path``."""
     for leftover in path.glob(".*iteration_*.tmp"):  # of a save that was killed
         shutil.rmtree(leftover, ignore_errors=True)
-    later = [c for c in path.glob("iteration_*") if (iteration_of(c) or 0) > after]
+    later = [c for c in path.glob("iteration_*") if iteration_of(c) > after]
     found = [path / name for name in logs if (path / name).exists()]
     left = [*found, *later, *path.glob("crashed_in_iteration_*")]
     if left:
         names = (path / f"earlier_run_{number}" for number in itertools.count(1))
-        destination = next(filter(_make, names))
+        destination = next(name for name in names if not name.exists())
+        destination.mkdir()
         for entry in left:
             entry.rename(destination / entry.name)
         logger.warning("%s holds %s: moved to %s", path, what, destination)
