@@ -79,11 +79,9 @@ def load_into(
     fit(agent, saved, adapters, merged, keep_lr=True).restore()
     if merged or (load_optimizer and saved.optimizer is None):
         agent.reinit_optimizers()
-        reason = "its LoRA config was merged with another" if merged else "it holds none"
+        why = "its LoRA config was merged with another" if merged else "it holds none"
         if load_optimizer:
-            warn(
-                f"no optimizer state was loaded from {path}: {reason}; the optimizer starts afresh"
-            )
+            warn(f"no optimizer state was loaded from {path}: {why}; the optimizer starts afresh")
 
 
 def read_saved_agent(agent: LoRAAgent, path: Path) -> SavedAgent:
