@@ -28,10 +28,10 @@ from agilerl.llm.config import (
     Reduction,
     SamplingConfig,
 )
-from agilerl.llm.losses import LossTerms, policy_loss
+from agilerl.llm.losses import policy_objective
 from agilerl.llm.metrics import batch_metrics
-from agilerl.llm.update import LossFunction, run_update
-from agilerl.typing import ExperiencesType
+from agilerl.llm.update import run_update
+from agilerl.typing import ExperiencesType, TensorRows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -265,18 +265,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             RuntimeError,
         )
         ranks = self.engine.ranks
-        batch = make_batch(
-            completion_ids, action_masks, turn_ids, may_lack_actions=ranks.world_size > 1
-        )
-        if trajectory_ids is not None:
-            batch = replace(batch, trajectory_ids=check_trajectory_ids(trajectory_ids, len(batch)))
-        if self.vllm_importance_sampling_correction:
-            rows = [None] * len(batch) if sampling_logps is None else sampling_logps
-            # Where the sampler of any rank reported some, all ranks correct, others by a weight of
-            # 1: the means of the weights are over all rows.
-            if any(ranks.gather(any(row is not None for row in rows))):
-                batch = add_sampling_logps(batch, rows)
-        batch = batch.to(self.policy.device)
+        batch = self._batch(
+            completion_ids, action_masks, turn_ids, sampling_logps, trajectory_ids
+        ).to(self.policy.device)
         trajectories = int(batch.trajectory_of_row.max()) + 1
         returns = shape_rewards(rewards, trajectories, self.group_size).to(batch.device)
         advantages, loss_mask = compute_advantages(
@@ -294,7 +285,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             self.policy,
             self.engine,
             batch,
-            self.loss_function(),
+            policy_objective(self.loss_config()),
             self.forward_config(),
             self.update_config(),
             self.rng,
@@ -313,22 +304,25 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         correct = self.vllm_importance_sampling_correction and self.generator.differs_from_trainer
         return replace(super().sampling_config(training), return_logps=training and correct)
 
-    def loss_function(self) -> LossFunction:
-        """The objective as :func:`agilerl.llm.update.run_update` takes it."""
-        config = self.loss_config()
-
-        def loss(logp: torch.Tensor, batch: TrainBatch, weights: torch.Tensor) -> LossTerms:
-            assert batch.advantages is not None
-            return policy_loss(
-                logp,
-                batch.advantages,
-                batch.loss_mask,
-                weights,
-                config,
-                old_logp=batch.old_logp,
-                ref_logp=batch.ref_logp,
-                sampling_logp=batch.sampling_logp,
-                turn_ids=batch.turn_ids,
-            )
-
-        return loss
+    def _batch(
+        self,
+        completion_ids: TensorRows,
+        action_masks: TensorRows,
+        turn_ids: TensorRows | None,
+        sampling_logps: Sequence[torch.Tensor | None] | None,
+        trajectory_ids: Sequence[int] | torch.Tensor | None,
+    ) -> TrainBatch:
+        """What :meth:`learn` is given, but for the rewards; see there."""
+        ranks = self.engine.ranks
+        batch = make_batch(
+            completion_ids, action_masks, turn_ids, may_lack_actions=ranks.world_size > 1
+        )
+        if trajectory_ids is not None:
+            batch = replace(batch, trajectory_ids=check_trajectory_ids(trajectory_ids, len(batch)))
+        if self.vllm_importance_sampling_correction:
+            rows = [None] * len(batch) if sampling_logps is None else sampling_logps
+            # Where the sampler of any rank reported some, all ranks correct, others by a weight of
+            # 1: the means of the weights are over all rows.
+            if any(ranks.gather(any(row is not None for row in rows))):
+                batch = add_sampling_logps(batch, rows)
+        return batch

@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
+from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import LossConfig, LossType, RatioLevel, Reduction
 
 Objective = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, tuple[float, float]], torch.Tensor]
@@ -65,6 +67,11 @@ class LossTerms:
     """Sums over the trained tokens, by the name of the metric that is their mean."""
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
     """Largest values among the trained tokens, by the name of the metric."""
+
+
+LossFunction: TypeAlias = Callable[[torch.Tensor, TrainBatch, torch.Tensor], LossTerms]
+"""``(logp, batch, weights)`` of one micro-batch to its loss: ``(B, S)`` log-probs under the policy
+being trained, with gradient; the rows; the ``(B, S)`` weight of every token in the mini-batch."""
 
 
 def clip_band(clip_coef: float | tuple[float, float]) -> tuple[float, float]:
@@ -240,6 +247,26 @@ def policy_loss(  # noqa: PLR0913 - the optional inputs are keyword-only
                 sums, maxima, importance_weight[mask], config.importance_weight_cap
             )
     return weighted_loss(terms, mask, weights, sums, maxima)
+
+
+def policy_objective(config: LossConfig) -> LossFunction:
+    """:func:`policy_loss` as :func:`agilerl.llm.update.run_update` takes it."""
+
+    def loss(logp: torch.Tensor, batch: TrainBatch, weights: torch.Tensor) -> LossTerms:
+        assert batch.advantages is not None
+        return policy_loss(
+            logp,
+            batch.advantages,
+            batch.loss_mask,
+            weights,
+            config,
+            old_logp=batch.old_logp,
+            ref_logp=batch.ref_logp,
+            sampling_logp=batch.sampling_logp,
+            turn_ids=batch.turn_ids,
+        )
+
+    return loss
 
 
 def weighted_loss(

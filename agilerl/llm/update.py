@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import ForwardConfig, UpdateConfig
 from agilerl.llm.engine import Engine
-from agilerl.llm.losses import LossTerms, reduction_weights
+from agilerl.llm.losses import LossFunction, reduction_weights
 from agilerl.llm.metrics import UpdateMetrics
 from agilerl.llm.plan import MiniBatch, plan_mini_batches
 from agilerl.llm.policy import Policy, scatter_actions
@@ -21,10 +20,6 @@ from agilerl.llm.policy import Policy, scatter_actions
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_STEPS = 3
-
-LossFunction: TypeAlias = Callable[[torch.Tensor, TrainBatch, torch.Tensor], LossTerms]
-"""``(logp, batch, weights)`` of one micro-batch to its loss: ``(B, S)`` log-probs under the policy
-being trained, with gradient; the rows; the ``(B, S)`` weight of every token in the mini-batch."""
 
 
 class NonFiniteUpdateError(RuntimeError):

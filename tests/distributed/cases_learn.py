@@ -29,6 +29,7 @@ from agilerl.distributed import ranks_of
 from agilerl.llm.batch import make_batch
 from agilerl.llm.engine.build import build_engine
 from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.losses import policy_objective
 from agilerl.llm.update import SkippedSteps, run_update
 from agilerl.llm_envs import ReasoningGym
 from agilerl.testing import tiny_model
@@ -145,7 +146,7 @@ def update_with(
     batch = make_batch(part.ids, part.masks)
     values = torch.where(batch.action_mask, values[:, None], 0.0)
     batch = replace(batch, advantages=values)
-    configs = (agent.loss_function(), agent.forward_config(), agent.update_config())
+    configs = (policy_objective(agent.loss_config()), agent.forward_config(), agent.update_config())
     metrics = run_update(agent.policy, agent.engine, batch, *configs, agent.rng, skipped)
     return metrics.result()
 

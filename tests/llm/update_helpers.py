@@ -13,7 +13,7 @@ from rollout_helpers import (
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import ForwardConfig, LossConfig, Reduction, UpdateConfig
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.losses import LOSS_TABLE, LossTerms, policy_loss
+from agilerl.llm.losses import LOSS_TABLE, LossTerms, policy_objective
 from agilerl.llm.policy import Policy
 from agilerl.llm.update import SkippedSteps, run_update
 
@@ -96,24 +96,13 @@ def random_values(batch: TrainBatch, seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Objective(LossConfig):
-    """``policy_loss`` with its settings, and those of the update that go with it."""
+    """``policy_objective`` with its settings, and those of the update that go with it."""
 
     reduction: Reduction = "sequence"
     max_output_tokens: int | None = None
 
     def __call__(self, logp: torch.Tensor, batch: TrainBatch, weights: torch.Tensor) -> LossTerms:
-        assert batch.advantages is not None
-        return policy_loss(
-            logp,
-            batch.advantages,
-            batch.loss_mask,
-            weights,
-            self,
-            old_logp=batch.old_logp,
-            ref_logp=batch.ref_logp,
-            sampling_logp=batch.sampling_logp,
-            turn_ids=batch.turn_ids,
-        )
+        return policy_objective(self)(logp, batch, weights)
 
 
 def objective(loss_type: str = "grpo", **changes: object) -> Objective:
