@@ -30,7 +30,7 @@ PROMPTS_PER_STEP = 32
 
 
 def main() -> None:
-    """Train, and print what came of it."""
+    """Train, and print the results."""
     args = parse_arguments()
     # First of all: environment and agent get the accelerator (None in a single process).
     accelerator = create_llm_accelerator(zero_stage=args.zero_stage)
@@ -79,8 +79,10 @@ def main() -> None:
         verbose=not args.quiet,
     )
     if int(os.environ.get("RANK", "0")) == 0:
+        plugin = None if accelerator is None else accelerator.deepspeed_plugin
+        stage = "without DeepSpeed" if plugin is None else f"ZeRO stage {plugin.zero_stage}"
         print(
-            f"{processes} process(es), ZeRO stage {args.zero_stage}: held-out accuracy "
+            f"{processes} process(es), {stage}: held-out accuracy "
             f"{agent.fitness[0]:.3f} -> {agent.fitness[-1]:.3f}; run directory: {run}"
         )
 

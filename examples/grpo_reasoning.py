@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import logging
+import sys
 import time
 from pathlib import Path
 
@@ -186,12 +187,12 @@ def plot_learning_curve(metrics: Path, image: Path, label: str) -> None:
 
 def usage_command(adapter: Path) -> str:
     """A shell command that answers one question with the finetuned model, without this library."""
-    return f"""python - <<'PYTHON'
+    return f"""{sys.executable} - <<'PYTHON'
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 base = "{bundled_model_path()}"
 tokenizer = AutoTokenizer.from_pretrained(base)
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "{adapter}")
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "{adapter.resolve()}")
 question = [{{"role": "user", "content": "Spell this word backward (example: sun -> nus): lemon"}}]
 inputs = tokenizer.apply_chat_template(
     question, add_generation_prompt=True, return_tensors="pt", return_dict=True

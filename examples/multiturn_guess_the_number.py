@@ -51,7 +51,7 @@ class Score:
 
 
 def main() -> None:
-    """Train with each kind of credit, and print and save what came of it."""
+    """Train with each kind of credit, and print and save the results."""
     args = parse_arguments()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     folder = Path(args.output) / f"guess-the-number-seed{args.seed}"

@@ -98,7 +98,7 @@ def test_reasoning(demo: tuple[Path, str]) -> None:
 @pytest.mark.process
 def test_command_for_the_adapter_works_without_this_library(demo: tuple[Path, str]) -> None:
     folder, output = demo
-    command = output[output.index("python - <<") :].replace("python -", f"{sys.executable} -", 1)
+    command = output[output.index(f"{sys.executable} - <<") :]
     assert "agilerl.algorithms" not in command
     result = subprocess.run(
         ["bash", "-c", command],
