@@ -76,8 +76,8 @@ def action_hidden_states(
     """
     recompute = config.recompute_layers and torch.is_grad_enabled()
     with recomputed_layers(decoder) if recompute else contextlib.nullcontext():
-        everything = torch.arange(len(batch), device=batch.device)
-        if share_prefixes and _sharing_pays(*_token_counts(batch, everything)):
+        rows = torch.arange(len(batch), device=batch.device)
+        if share_prefixes and _shared_tokens(batch, rows) is not None:
             return _shared_prefix_rows(decoder, batch)
         return _plain_rows(decoder, batch, config.use_position_ids)
 
@@ -158,21 +158,21 @@ def remove_recomputation(model: nn.Module) -> None:
 
 def padded_tokens(batch: TrainBatch, rows: torch.Tensor, share_prefixes: bool) -> int:
     """Tokens, padding counted, that a forward over some rows runs."""
-    plain, shared = _token_counts(batch, rows)
-    return shared if share_prefixes and _sharing_pays(plain, shared) else plain
+    shared = _shared_tokens(batch, rows) if share_prefixes else None
+    return _plain_tokens(batch, rows) if shared is None else shared
 
 
-def _sharing_pays(plain: int, shared: int) -> bool:
-    return 1.0 - shared / plain >= MIN_TOKENS_SAVED
+def _plain_tokens(batch: TrainBatch, rows: torch.Tensor) -> int:
+    return len(rows) * (int(batch.lengths[rows].max()) - 1)
 
 
-def _token_counts(batch: TrainBatch, rows: torch.Tensor) -> tuple[int, int]:
-    """Tokens of plain rows, and of rows that share their prompts, padding counted."""
+def _shared_tokens(batch: TrainBatch, rows: torch.Tensor) -> int | None:
+    """Tokens of rows that share their prompts, padding counted; None: sharing spares too few."""
     lengths, prompt_lengths = batch.lengths[rows], batch.prompt_lengths[rows]
     prompts = int(batch.prompt_index[rows].unique().numel())
     completion = int((lengths - prompt_lengths).max())
     shared = prompts * int(prompt_lengths.max()) + len(rows) * max(completion - 1, 0)
-    return len(rows) * (int(lengths.max()) - 1), shared
+    return shared if 1.0 - shared / _plain_tokens(batch, rows) >= MIN_TOKENS_SAVED else None
 
 
 def _plain_rows(decoder: nn.Module, batch: TrainBatch, use_position_ids: bool) -> torch.Tensor:

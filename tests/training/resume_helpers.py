@@ -175,6 +175,9 @@ def run_multiturn(
     return finetune_llm_multiturn(pop, **(settings | options))
 
 
+RUNS: dict[str, Callable[..., Any]] = {"reasoning": run_reasoning, "multiturn": run_multiturn}
+
+
 def rows_of(path: Path) -> list[dict[str, str]]:
     """``metrics.csv`` without what depends on the clock."""
     with (path / "metrics.csv").open(newline="") as file:

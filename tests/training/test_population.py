@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from resume_helpers import (
+    RUNS,
     After,
     checkpoints_in,
     differences,
@@ -15,7 +14,6 @@ from resume_helpers import (
     make_agents,
     reseed,
     rows_of,
-    run_multiturn,
     run_reasoning,
     seed_all,
     state_of,
@@ -28,8 +26,6 @@ from agilerl.training.collectors import ReasoningCollector
 from agilerl.training.interrupts import GracefulStop
 from agilerl.training.loop import TrainingLoop
 from agilerl.training.population import Parent, Population
-
-RUNS: dict[str, Callable[..., Any]] = {"reasoning": run_reasoning, "multiturn": run_multiturn}
 
 
 class SelectingLoop(TrainingLoop):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from resume_helpers import (
+    RUNS,
     After,
     Hook,
     checkpoints_in,
@@ -29,8 +29,6 @@ from resume_helpers import (
 
 from agilerl.algorithms import GRPO
 from agilerl.testing import tiny_model
-
-RUNS: dict[str, Callable[..., Any]] = {"reasoning": run_reasoning, "multiturn": run_multiturn}
 
 
 @pytest.fixture(scope="module")
