@@ -6,7 +6,7 @@ import copy
 from typing import cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils.other import ModulesToSaveWrapper
@@ -56,6 +56,12 @@ def scope_lora_config(config: LoraConfig, model: nn.Module, scope: str | None) -
     )
     config.target_modules = set(names)
     return config
+
+
+def adapter_state_dict(model: PeftModel, slot: str) -> dict[str, torch.Tensor]:
+    """One adapter's tensors by PEFT's names, on the CPU."""
+    state = get_peft_model_state_dict(model, adapter_name=slot, save_embedding_layers=False)
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
 def check_needs_no_weights(config: LoraConfig, model: PreTrainedModel) -> None:

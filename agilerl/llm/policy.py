@@ -51,15 +51,11 @@ class Policy:
         # A policy that is dropped without release() must not leave its slots on the user's model.
         self._drop = weakref.finalize(self, _remove_slots, base, self.slots)
         self._drop.atexit = False
-        # The same seed gives the same adapters, whatever ran before.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            try:
-                for role, config in self.lora_configs.items():
-                    self.slots[role] = base.add_slot(role, config)
-            except BaseException:
-                self.release()
-                raise
+        try:
+            self._add_slots(self.lora_configs, seed)
+        except BaseException:
+            self.release()
+            raise
         if "reference" in self.slots:
             self.copy_role("actor", "reference")
         self.set_role("actor")
@@ -128,6 +124,35 @@ class Policy:
     def copy_role(self, source: str, target: str) -> None:
         """Copy one role's weights onto another's."""
         adapters.copy_adapter(self.parameters(source), self.parameters(target))
+
+    @contextlib.contextmanager
+    def replace_adapters(self, configs: Mapping[str, LoraConfig], seed: int) -> Iterator[None]:
+        """Replace the adapters of some roles by new ones of other configs.
+
+        The old ones are kept until the block ends; an error in it brings them back.
+        """
+        old_configs, old_slots = self.lora_configs, dict(self.slots)
+        try:
+            self.lora_configs = {**old_configs, **configs}
+            self._add_slots(configs, seed)
+            yield
+            dropped = {old_slots[role] for role in configs}
+        except BaseException:
+            dropped = {*self.slots.values()} - {*old_slots.values()}
+            self.lora_configs = old_configs
+            self.slots.update(old_slots)
+            raise
+        finally:
+            for slot in dropped:
+                self.base.remove_slot(slot)
+            self.set_role(self.role)
+
+    def _add_slots(self, configs: Mapping[str, LoraConfig], seed: int) -> None:
+        # The same seed gives the same adapters, whatever ran before.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for role, config in configs.items():
+                self.slots[role] = self.base.add_slot(role, config)
 
     def release(self) -> None:
         """Delete this policy's adapters; the last policy of a base leaves the plain model."""

@@ -7,6 +7,7 @@ it. Two agents built from the same model object, or from the same name and setti
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import weakref
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ from transformers import PreTrainedModel
 from agilerl.distributed import Ranks
 from agilerl.llm import adapters
 from agilerl.llm.causal_lm import check_head
-from agilerl.llm.checkpoint import base_weights
 from agilerl.llm.engine.partition_checks import check_every_layer_runs
 from agilerl.llm.forward import remove_recomputation, supports_shared_prefixes
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _bases: weakref.WeakValueDictionary[int, SharedBase] = weakref.WeakValueDictionary()
 _loaded: weakref.WeakValueDictionary[str, PreTrainedModel] = weakref.WeakValueDictionary()
 _slot_numbers = itertools.count()
+
+SAMPLED = 64  # values per tensor that a fingerprint looks at
 
 
 class _OriginalState:
@@ -129,7 +131,7 @@ class SharedBase:
 
         assert self.peft is None and self.partition is None
         check_every_layer_runs(self.model)
-        self._fingerprint = base_weights.fingerprint(self.model)
+        self._fingerprint = fingerprint(self.model)
         self.partition = PartitionedBase(self.model, ranks, offload, gather_for_generation)
         # The probes of the whole model cannot be run again: this object lives as long as the model.
         self.model.__dict__["_agilerl_base"] = self
@@ -161,7 +163,7 @@ class SharedBase:
     def fingerprint(self) -> str:
         """Digest of the base's weights."""
         # That of a partitioned base was taken while it was whole, and stays.
-        return self._fingerprint or base_weights.fingerprint(self.peft or self.model)
+        return self._fingerprint or fingerprint(self.peft or self.model)
 
     def add_slot(self, role: str, config: LoraConfig) -> str:
         """Add an adapter and return its name.
@@ -250,6 +252,38 @@ class SharedBase:
             self._exclusive = None
             while self._to_remove:
                 self.remove_slot(self._to_remove.pop())
+
+
+def base_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
+    """The base's tensors as they are in the model, under the names they have without PEFT."""
+    slots: set[str] = set()
+    if isinstance(model, PeftModel):
+        model, slots = model.get_base_model(), set(model.peft_config)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        parts = name.split(".")
+        if slots.isdisjoint(parts):
+            wrappers = ("base_layer", "original_module")
+            found[".".join(part for part in parts if part not in wrappers)] = tensor
+    return found
+
+
+@torch.no_grad()
+def fingerprint(model: PreTrainedModel | PeftModel) -> str:
+    """A digest that tells a base from others of its shape, 16 hexadecimal digits.
+
+    Of names, dtypes, shapes and some values of every tensor: the same on every device, and quick.
+    """
+    digest = hashlib.sha256()
+    values = []
+    for name, tensor in sorted(base_tensors(model).items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # In integers: floats cannot count the elements of an embedding.
+        count, last = min(SAMPLED, tensor.numel()), tensor.numel() - 1
+        at = torch.arange(count, device=tensor.device) * last // max(count - 1, 1)
+        values.append(tensor.reshape(-1)[at].float())
+    digest.update(torch.cat(values).cpu().numpy().tobytes())  # one transfer
+    return digest.hexdigest()[:16]
 
 
 def load_base(

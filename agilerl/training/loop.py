@@ -119,7 +119,6 @@ class TrainingLoop:
         Args:
             in_iteration: Whether an iteration is under way, so that no run can be resumed from it.
         """
-        streams = self.ranks.gather(random_streams())
         return {
             "format": FORMAT,
             **self.names,
@@ -129,8 +128,7 @@ class TrainingLoop:
             **self.population.state_dict(),
             "unevaluated_rows": self._unevaluated,
             "log": self.log.state_dict(),
-            "random": streams[0],
-            "random_of_other_ranks": streams[1:],
+            "random": self.ranks.gather(random_streams()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -142,7 +140,7 @@ class TrainingLoop:
         self._unevaluated = state["unevaluated_rows"]
         self.progress = Progress.RESUMED
         self._started = time.perf_counter() - state["wall_seconds"]
-        streams = [state["random"], *state.get("random_of_other_ranks", [])]
+        streams = state["random"]
         # Of another number of processes: all alike, which only concerns environments.
         set_random_streams(streams[self.ranks.rank % len(streams)])
 

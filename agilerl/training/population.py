@@ -69,7 +69,7 @@ class Member:
         self.start_steps = state["steps"] - self.consumed
         self.start_epochs = self.collector.num_epochs - state["epochs_of_run"]
         self.flat_iterations = state["flat_iterations"]
-        self.lineage = tuple(Parent(**parent) for parent in state.get("lineage", ()))
+        self.lineage = tuple(Parent(**parent) for parent in state["lineage"])
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def huge(kind: str, run: Path) -> None:
     elif kind == "moments":
         content["optimizer"]["optimizer"]["state"][0]["exp_avg"] = expanded
     elif kind == "generator":
-        content["rng_state"] = expanded
+        content["rng_states"] = [expanded]
     elif kind == "rank":
         content["arguments"]["lora_config"]["r"] = HUGE
     elif kind == "model":
@@ -231,7 +231,7 @@ def test_shards_say_no_sizes_that_they_do_not_hold(run: Path) -> None:
     header = {str(n): {"shape": [HUGE, HUGE], "start": 0} for n in group["params"]}
     tensors = {f"{n}.{m}": torch.zeros(1) for n in header for m in ("exp_avg", "exp_avg_sq")}
     save_file(
-        tensors | {"step": torch.tensor(1.0)},
+        tensors | {f"{n}.step": torch.tensor(1.0) for n in header},
         run / "save_checkpoint" / "optimizer_rank_00000.safetensors",
         metadata={"places": json.dumps(header)},
     )

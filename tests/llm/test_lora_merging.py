@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import EvaConfig, LoraConfig
 
-from agilerl.llm.checkpoint.checkpoint_files import SavedAdapter, adapter_state_dict
+from agilerl.llm.adapters import adapter_state_dict
+from agilerl.llm.checkpoint.checkpoint_files import SavedAdapter
 from agilerl.llm.checkpoint.lora_merging import (
     differing_fields,
     fit_adapter,
-    fresh_adapters,
     merge_configs,
     write_adapter,
 )
@@ -65,7 +65,7 @@ def load_merged(policy: Policy, source: Policy) -> LoraConfig:
     """Load actor and reference of one policy into another; the config that they now have."""
     config = merge_configs(policy.lora_config, source.lora_config)
     roles = ("actor", "reference")
-    with fresh_adapters(policy, dict.fromkeys(roles, config), seed=0):
+    with policy.replace_adapters(dict.fromkeys(roles, config), seed=0):
         fitted = {}
         for role in roles:
             tensors = adapter_state_dict(source.model, source.slot(role))

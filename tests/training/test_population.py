@@ -121,16 +121,6 @@ def test_a_lineage_grows_with_each_generation() -> None:
     assert [member.lineage for member in again] == [member.lineage for member in population]
 
 
-def test_a_checkpoint_without_lineage_is_read() -> None:
-    """As they were written before there was one."""
-    population = population_of(2)
-    state = population.state_dict()
-    for member in state["agents"]:
-        del member["lineage"]
-    population.load_state_dict(state)
-    assert [member.lineage for member in population] == [(), ()]
-
-
 def test_a_replaced_agent_keeps_place_collector_and_steps() -> None:
     population = population_of(2)
     member, parent = population

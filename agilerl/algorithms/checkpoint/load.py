@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from agilerl.algorithms.core.lora_agent import LoRAAgent
 from agilerl.checks import require, warn
 from agilerl.distributed import ranks_of
 from agilerl.llm.checkpoint import lora_merging
-from agilerl.llm.checkpoint.base_weights import changed_tensors, overwrite_base, without_adapter
 from agilerl.llm.checkpoint.checkpoint_files import SavedAdapter, SavedCheckpoint, read_checkpoint
 from agilerl.llm.engine.accelerator_config import rank_batch_size
 from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.shared_base import base_tensors
 from agilerl.llm.update import SkippedSteps
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,15 @@ class SavedAgent:
     def restore(self) -> None:
         """Write all of it into the agent."""
         agent, policy = self.agent, self.agent.policy
-        overwrite_base(policy.model, self.base)
+        live = base_tensors(policy.model)
+        if self.base:
+            message = (
+                "%d base tensors are overwritten from the checkpoint, for all agents on this base"
+            )
+            logger.warning(message, len(self.base))
+        with torch.no_grad():
+            for name, tensor in self.base.items():
+                live[name].copy_(tensor)
         for role, tensors in self.adapters.items():
             lora_merging.write_adapter(policy, role, tensors)
         if self.engine is not None:
@@ -106,7 +114,7 @@ def read_saved_agent(agent: LoRAAgent, path: Path) -> SavedAgent:
     as_saved = copy.copy(agent)  # its engine is built with the saved learning rates
     as_saved.set_attributes(attributes)
     attributes |= saved_state(saved, agent._history, ranks)
-    attributes["skipped_steps"] = SkippedSteps(saved.attributes.get("bad_steps", 0), str(path))
+    attributes["skipped_steps"] = SkippedSteps(saved.attributes["bad_steps"], str(path))
     return replace(fit(as_saved, saved, saved.adapters), agent=agent, attributes=attributes)
 
 
@@ -116,8 +124,7 @@ def _check_identity(agent: LoRAAgent, saved: SavedCheckpoint) -> None:
         "algorithm is": (attributes["algo"], agent.algo),
         "index is": (attributes["history"]["index"], agent.index),
         "adapters are": (sorted(saved.adapters), sorted(policy.slots)),
-        # Absent in older checkpoints.
-        "base weights are": (attributes.get("base_fingerprint", base), base),
+        "base weights are": (attributes["base_fingerprint"], base),
     }
     for what, (theirs, own) in pairs.items():
         require(
@@ -176,7 +183,7 @@ def fit(
     base = _changed_base(agent, saved)
     for role, adapter in adapters.items() if not merged else ():
         lora_merging.check_same_config(policy.lora_configs[role], adapter.config)
-    with lora_merging.fresh_adapters(policy, merged or {}, agent.seed):
+    with policy.replace_adapters(merged or {}, agent.seed):
         fitted = {r: lora_merging.fit_adapter(policy, r, a) for r, a in adapters.items()}
         if saved.optimizer is not None and not merged:
             engine = _restored_engine(agent, saved.optimizer, keep_lr)
@@ -218,18 +225,18 @@ def _merged_configs(agent: LoRAAgent, adapters: dict[str, SavedAdapter]) -> dict
 
 def _changed_base(agent: LoRAAgent, saved: SavedCheckpoint) -> dict[str, torch.Tensor]:
     """The tensors of the base that the checkpoint has other values of; all ranks together."""
-    base, full_actor = agent.policy.base, saved.attributes.get("actor_state_dict")
-    if full_actor is None:
+    base, attributes = agent.policy.base, saved.attributes
+    if saved.base is None:
         # A PEFT directory has no fingerprint.
-        if saved.attributes.get("base_fingerprint") not in (None, base.fingerprint()):
-            name = saved.attributes.get("base_name")
-            message = (
-                "the adapters of %s were trained on other base weights (of %r) than this agent's"
-            )
-            _warn(agent, message, saved.path, name)
+        if attributes and attributes["base_fingerprint"] != base.fingerprint():
+            message = "the adapters of %s were trained on other base weights (of %r) than are here"
+            _warn(agent, message, saved.path, attributes["base_name"])
         return {}
     with base.whole():
-        changed = changed_tensors(agent.policy.model, without_adapter(full_actor))
+        live = base_tensors(agent.policy.model)
+        check_same_shapes(live, saved.base)
+        pairs = {name: (tensor.cpu(), saved.base[name]) for name, tensor in live.items()}
+        changed = {n: b for n, (a, b) in pairs.items() if not torch.equal(a, b.to(a.dtype))}
     require(
         not changed or base.partition is None,
         f"the checkpoint's base weights differ from the agent's ({sorted(changed)[:4]}), and with "
@@ -237,6 +244,17 @@ def _changed_base(agent: LoRAAgent, saved: SavedCheckpoint) -> dict[str, torch.T
         "the base from the checkpoint",
     )
     return changed
+
+
+def check_same_shapes(live: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError if two bases differ in names or shapes of tensors."""
+    shapes = [{n: tuple(t.shape) for n, t in tensors.items()} for tensors in (saved, live)]
+    theirs, own = (sorted(a.items() - b.items())[:4] for a, b in (shapes, shapes[::-1]))
+    require(
+        shapes[0] == shapes[1],
+        "the checkpoint's base model is another one than the agent's: of tensors and shapes, it "
+        f"has {theirs} where the agent's has {own}",
+    )
 
 
 def _warn(agent: LoRAAgent, message: str, *args: Any) -> None:

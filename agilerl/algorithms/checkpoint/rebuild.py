@@ -11,14 +11,12 @@ from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from agilerl.algorithms.checkpoint.load import adapters_by_role, fit
+from agilerl.algorithms.checkpoint.load import adapters_by_role, check_same_shapes, fit
 from agilerl.algorithms.checkpoint.save import decode, decode_arguments, saved_state
 from agilerl.checks import require
 from agilerl.distributed import ranks_of
-from agilerl.llm.checkpoint import checkpoint_files, lora_merging
-from agilerl.llm.checkpoint.base_weights import base_tensors, check_same_shapes, without_adapter
-from agilerl.llm.checkpoint.schema import BaseLoading, ModelConfig, check, mismatch, reading
-from agilerl.llm.shared_base import load_base
+from agilerl.llm.checkpoint import checkpoint_files, lora_merging, schema
+from agilerl.llm.shared_base import base_tensors, load_base
 
 SAFE_LOADING = {"use_safetensors": True, "trust_remote_code": False, "weights_only": True}
 """How a base that a checkpoint names is loaded; it cannot ask for anything else."""
@@ -70,15 +68,14 @@ def _saved_base(
     """The base model: from the full actor if the checkpoint holds it, else by its name or path."""
     path, attributes = saved.path, saved.attributes
     file = path / checkpoint_files.ATTRIBUTES_FILE
-    dtype = decode(attributes.get("base_dtype"))
-    check(file, dtype, torch.dtype | None, "base_dtype")
-    if "actor_state_dict" in attributes:
-        return _base_of_full_actor(file, attributes, dtype)
-    name = attributes.get("base_name")
+    dtype = decode(attributes["base_dtype"])
+    schema.check(file, dtype, schema.DType, "base_dtype")
+    if saved.base is not None:
+        return _base_of_full_actor(file, attributes, saved.base, dtype)
+    name = attributes["base_name"]
     given = arguments.get("model_name") is not None
     settings = dict(arguments.get("model_config") or {}) if given else {"dtype": dtype}
-    allowed = BaseLoading.__annotations__
-    refused = [n for n, v in settings.items() if n not in allowed or mismatch(v, allowed[n])]
+    refused = sorted({str(field) for field, *_ in schema.mismatches(settings, schema.BaseLoading)})
     require(
         not refused,
         f"{path} asks for its base model to be loaded with {refused}, which a checkpoint may not "
@@ -97,12 +94,11 @@ def _saved_base(
 
 
 def _base_of_full_actor(
-    file: Path, attributes: dict[str, Any], dtype: torch.dtype | None
+    file: Path, attributes: dict[str, Any], state: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> PreTrainedModel:
-    state = without_adapter(attributes["actor_state_dict"])
-    with reading(file, "no model can be built from its model_config and weights"):
+    with schema.reading(file, "no model can be built from its model_config and weights"):
         content = json.loads(attributes["model_config"])
-        check(file, content, ModelConfig, "model_config")
+        schema.check(file, content, schema.ModelConfig, "model_config")
         content = {n: v for n, v in content.items() if n not in _CODE_IN_CONFIG}
         config = AutoConfig.for_model(content.pop("model_type"), **content)
         with torch.device("meta"):  # compared before anything of its sizes is allocated
@@ -111,6 +107,6 @@ def _base_of_full_actor(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         model.load_state_dict(state)
         generation = GenerationConfig.from_dict(json.loads(attributes["generation_config"]))
-        check(file, generation.eos_token_id, int | list[int] | None, "eos_token_id")
+        schema.check(file, generation.eos_token_id, int | list[int] | None, "eos_token_id")
         model.generation_config = generation
         return model

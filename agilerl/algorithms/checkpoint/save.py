@@ -28,13 +28,12 @@ logger = logging.getLogger(__name__)
 def save(agent: LoRAAgent, path: Path, *, lora_only: bool, save_optimizer: bool) -> None:
     """Write a checkpoint; all ranks together."""
     policy, ranks = agent.policy, ranks_of(agent.accelerator)
-    model, rng_states = policy.base.model, ranks.gather(agent.rng.get_state())
+    model = policy.base.model
     attributes = {
         "algo": agent.algo,
         "arguments": encode(agent.saved_arguments(), "arguments"),
         "history": encode(agent.attributes(("index", *agent._history)), "history"),
-        "rng_state": rng_states[0],
-        "rng_states": rng_states,
+        "rng_states": ranks.gather(agent.rng.get_state()),
         "bad_steps": agent.skipped_steps.in_a_row,
         "base_name": agent.model_name or model.name_or_path or None,
         "base_dtype": encode(model.dtype, "base_dtype"),
@@ -141,9 +140,9 @@ def saved_state(
     file, attributes = saved.path / checkpoint_files.ATTRIBUTES_FILE, saved.attributes
     with reading(file, "its history"):
         state = {name: decode(attributes["history"][name]) for name in history}
-    rng_states = attributes.get("rng_states") or [attributes["rng_state"]]
+    rng_states = attributes["rng_states"]
     same = len(rng_states) == ranks.world_size
-    with reading(file, "its rng_state is no state of a generator"):
+    with reading(file, "its rng_states are no states of a generator"):
         rng = torch.Generator().set_state(rng_states[ranks.rank if same else 0])
     if not same and ranks.rank == 0:
         logger.warning("%s is of %d processes: sampling differs", saved.path, len(rng_states))

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from agilerl.algorithms.core.argument_rules import check_network
 from agilerl.checks import require
 from agilerl.distributed import Ranks, ranks_of
-from agilerl.llm.adapters import default_lora_config, scope_lora_config
+from agilerl.llm.adapters import adapter_state_dict, default_lora_config, scope_lora_config
 from agilerl.llm.causal_lm import check_pad_token
-from agilerl.llm.checkpoint.checkpoint_files import SavedAdapter, adapter_state_dict
+from agilerl.llm.checkpoint.checkpoint_files import SavedAdapter
 from agilerl.llm.checkpoint.lora_merging import check_same_config, fit_adapter, write_adapter
 from agilerl.llm.engine.accelerator_config import (
     gathers_for_generation,

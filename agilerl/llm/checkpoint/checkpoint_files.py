@@ -19,24 +19,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from agilerl.checks import require
 from agilerl.distributed import Ranks
+from agilerl.llm.adapters import adapter_state_dict
 from agilerl.llm.checkpoint import schema
 from agilerl.llm.checkpoint.atomic_directory import atomic_directory, read_directory
-from agilerl.llm.checkpoint.base_weights import ADAPTER_PREFIX, base_state_dict
 from agilerl.llm.checkpoint.optimizer_shards import read_shards, write_shard
 from agilerl.llm.checkpoint.schema import check, damaged, reading
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.policy import Policy
+from agilerl.llm.shared_base import base_tensors
 
 if TYPE_CHECKING:
     from agilerl.llm.engine.zero import ZeroEngine
 
 ATTRIBUTES_FILE = "attributes.pt"
+ADAPTER_PREFIX = "base_model."  # PEFT's, of all adapter tensors
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
@@ -59,7 +61,9 @@ class SavedCheckpoint:
     """By role."""
     attributes: dict[str, Any]
     """See :class:`agilerl.llm.checkpoint.schema.Attributes`."""
-    optimizer: dict[str, Any] | None
+    base: dict[str, torch.Tensor] | None = None
+    """The base's tensors, of a full actor."""
+    optimizer: dict[str, Any] | None = None
     """Optimizer and schedule as every engine loads them, if asked for and there."""
 
 
@@ -125,26 +129,21 @@ def write_checkpoint(
 def _full_actor(policy: Policy) -> dict[str, Any]:
     """Base and adapters, and the configurations that the base is rebuilt from."""
     adapters = {r: adapter_state_dict(policy.model, s) for r, s in policy.slots.items()}
-    base = policy.base.model
-    generation = base.generation_config or GenerationConfig()
+    base = {n: t.detach().cpu().contiguous() for n, t in base_tensors(policy.model).items()}
+    model = policy.base.model
+    generation = model.generation_config or GenerationConfig()
     return {
-        "actor_state_dict": base_state_dict(policy.model) | adapters.pop("actor"),
+        "actor_state_dict": base | adapters.pop("actor"),
         "adapter_state_dicts": adapters,
         # As JSON has them, whatever enumerations and sets are in them.
         "lora_configs": {
             role: json.loads(json.dumps(config.to_dict(), default=sorted))
             for role, config in policy.lora_configs.items()
         },
-        "model_config": base.config.to_json_string(use_diff=False),
+        "model_config": model.config.to_json_string(use_diff=False),
         # It decides which tokens end a completion, and need not be what the config implies.
         "generation_config": generation.to_json_string(use_diff=False),
     }
-
-
-def adapter_state_dict(model: PeftModel, slot: str) -> dict[str, torch.Tensor]:
-    """One adapter's tensors by PEFT's names, on the CPU."""
-    state = get_peft_model_state_dict(model, adapter_name=slot, save_embedding_layers=False)
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
 def read_checkpoint(path: Path, ranks: Ranks, *, load_optimizer: bool) -> SavedCheckpoint:
@@ -159,11 +158,15 @@ def read_checkpoint(path: Path, ranks: Ranks, *, load_optimizer: bool) -> SavedC
     def read(folder: Path) -> SavedCheckpoint:
         attributes = _read_attributes(folder / ATTRIBUTES_FILE)
         optimizer = _read_optimizer(folder, attributes) if load_optimizer else None
-        return SavedCheckpoint(path, _read_adapters(folder, attributes), attributes, optimizer)
+        if attributes["lora_only"]:
+            adapters = {role: _read_adapter(folder / role) for role in attributes["roles"]}
+            return SavedCheckpoint(path, adapters, attributes, None, optimizer)
+        adapters, base = _read_full_actor(folder / ATTRIBUTES_FILE, attributes)
+        return SavedCheckpoint(path, adapters, attributes, base, optimizer)
 
     def read_either() -> SavedCheckpoint:
         if (path / ADAPTER_FILE).is_file():
-            return SavedCheckpoint(path, {"actor": _read_adapter(path)}, {}, None)
+            return SavedCheckpoint(path, {"actor": _read_adapter(path)}, {})
         return read_directory(path, ATTRIBUTES_FILE, read)
 
     return ranks.on_all_ranks(read_either)
@@ -181,17 +184,20 @@ def _read_attributes(file: Path) -> dict[str, Any]:
     return cast(dict[str, Any], content)
 
 
-def _read_adapters(folder: Path, attributes: Mapping[str, Any]) -> dict[str, SavedAdapter]:
-    if attributes["lora_only"]:
-        return {role: _read_adapter(folder / role) for role in attributes["roles"]}
-    file, full = folder / ATTRIBUTES_FILE, attributes["actor_state_dict"]
-    actor = {name: tensor for name, tensor in full.items() if name.startswith(ADAPTER_PREFIX)}
-    # Absent where all roles have the same.
-    own, common = attributes.get("lora_configs", {}), attributes["arguments"].get("lora_config")
-    return {
-        role: _adapter_from(file, own.get(role, common), tensors)
-        for role, tensors in ({"actor": actor} | attributes["adapter_state_dicts"]).items()
-    }
+def _read_full_actor(
+    file: Path, attributes: Mapping[str, Any]
+) -> tuple[dict[str, SavedAdapter], dict[str, torch.Tensor]]:
+    """Adapters by role, and the base."""
+    full = attributes["actor_state_dict"]
+    actor, base = (
+        {name: tensor for name, tensor in full.items() if name.startswith(ADAPTER_PREFIX) == own}
+        for own in (True, False)
+    )
+    tensors, configs = (
+        {"actor": actor, **attributes["adapter_state_dicts"]},
+        attributes["lora_configs"],
+    )
+    return {r: _adapter_from(file, configs.get(r), t) for r, t in tensors.items()}, base
 
 
 def _read_adapter(folder: Path) -> SavedAdapter:

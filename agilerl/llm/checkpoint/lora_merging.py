@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +14,8 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
 
 from agilerl.checks import require
-from agilerl.llm.checkpoint.checkpoint_files import SavedAdapter, adapter_state_dict
+from agilerl.llm.adapters import adapter_state_dict
+from agilerl.llm.checkpoint.checkpoint_files import SavedAdapter
 from agilerl.llm.checkpoint.schema import ORIGIN_FIELDS
 from agilerl.llm.policy import Policy
 
@@ -110,32 +109,6 @@ def merge_configs(live: LoraConfig, saved: LoraConfig) -> LoraConfig:
                 other,
             )
     return merged
-
-
-@contextlib.contextmanager
-def fresh_adapters(policy: Policy, configs: Mapping[str, LoraConfig], seed: int) -> Iterator[None]:
-    """Replace the adapters of some roles by new ones of other configs.
-
-    The old ones are kept until the block ends; an error in it brings them back.
-    """
-    old_configs, old_slots = policy.lora_configs, dict(policy.slots)
-    try:
-        policy.lora_configs = {**old_configs, **configs}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            for role, config in configs.items():
-                policy.slots[role] = policy.base.add_slot(role, config)
-        yield
-        dropped = {old_slots[role] for role in configs}
-    except BaseException:
-        dropped = {*policy.slots.values()} - {*old_slots.values()}
-        policy.lora_configs = old_configs
-        policy.slots.update(old_slots)
-        raise
-    finally:
-        for slot in dropped:
-            policy.base.remove_slot(slot)
-        policy.set_role(policy.role)
 
 
 def fit_adapter(policy: Policy, role: str, saved: SavedAdapter) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+from annotated_types import Predicate
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -117,13 +118,11 @@ def _read_shard(file: Path) -> Shard:
     with reading(file), safe_open(file, framework="pt") as stored:
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         header = json.loads(stored.metadata()[_HEADER])
-    check(file, header, dict[Annotated[str, str.isdecimal, "a number"], FragmentHeader], "header")
+    check(file, header, dict[Annotated[str, Predicate(str.isdecimal)], FragmentHeader], "header")
     shard = {}
     for number, place in header.items():
         names = {name: f"{number}.{name}" for name in ("step", *MOMENTS)}
         state = {name: tensors[key] for name, key in names.items() if key in tensors}
-        if "step" in tensors:  # older files have one count of steps for all
-            state.setdefault("step", tensors["step"])
         check(file, state, AdamWMoments, number)
         if any(state[name].shape != (state["exp_avg"].numel(),) for name in MOMENTS):
             damaged(file, f"its moments of parameter {number} differ in size, or are not flat")

@@ -7,39 +7,40 @@ what a table lists is passed on to other libraries.
 
 # No postponed annotations here: TypedDict would not see NotRequired.
 import contextlib
-import math
+import functools
 import pickle
 import reprlib
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NoReturn,
-    NotRequired,
-    TypedDict,
-    Union,
-    get_args,
-    get_origin,
-    is_typeddict,
-)
+from typing import Annotated, Any, Literal, NoReturn, NotRequired
 
+import pydantic
 import torch
+from annotated_types import Predicate
+from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
-FORMAT = 1
-Count = Annotated[int, (1).__le__, "an integer of at least 1"]
-Index = Annotated[int, (0).__le__, "an integer of at least 0"]
-Role = Annotated[str, str.isidentifier, "the name of a role"]
-Names = str | list[str] | None
+FORMAT = 2
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    # An expanded or a sparse tensor of any size fits into a small file.
+    stored = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    if not stored or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise ValueError("the file does not hold every element")
+    return tensor
 
 
 def _is_step(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 0 and tensor.dtype == torch.float32 and 0 <= tensor.item() < 2**31
 
 
-Rate = Annotated[float, lambda rate: 0 <= rate < math.inf, "a learning rate"]
+Count = Annotated[int, pydantic.Field(ge=1)]
+Index = Annotated[int, pydantic.Field(ge=0)]
+Role = Annotated[str, Predicate(str.isidentifier)]
+Names = str | list[str] | None
+Rate = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+Tensor = Annotated[pydantic.InstanceOf[torch.Tensor], pydantic.AfterValidator(_stored)]
+DType = pydantic.InstanceOf[torch.dtype]
 
 
 class _ParameterGroup(TypedDict):
@@ -51,9 +52,9 @@ class _ParameterGroup(TypedDict):
 class AdamWMoments(TypedDict):
     """The state of one parameter, whole or in a shard."""
 
-    step: Annotated[torch.Tensor, _is_step, "a count of steps"]
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    step: Annotated[Tensor, Predicate(_is_step)]
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
 
 class _AdamWState(TypedDict):
@@ -81,18 +82,17 @@ class _History(TypedDict):
 class Attributes(TypedDict):
     """``attributes.pt``; arguments are checked one by one as the agent's constructor does."""
 
-    format: Literal[1]
+    format: Literal[2]  # FORMAT
     algo: str
     arguments: dict[str, Any]
     history: _History
-    rng_state: torch.Tensor
-    rng_states: NotRequired[list[torch.Tensor]]
-    bad_steps: NotRequired[int]
+    rng_states: Annotated[list[Tensor], pydantic.Field(min_length=1)]  # by rank
+    bad_steps: int
     lora_only: bool
-    roles: Annotated[list[Role], lambda roles: "actor" in roles, "names of roles with 'actor'"]
-    base_name: NotRequired[str | None]
-    base_dtype: NotRequired[dict[str, str]]
-    base_fingerprint: NotRequired[str]
+    roles: Annotated[list[Role], Predicate(lambda roles: "actor" in roles)]
+    base_name: str | None
+    base_dtype: dict[str, str]
+    base_fingerprint: str
     optimizer: NotRequired[Any]  # EngineState, which is checked if it is wanted
     optimizer_shards: NotRequired[Any]  # Count, likewise
 
@@ -100,9 +100,9 @@ class Attributes(TypedDict):
 class FullActorAttributes(Attributes):
     """``attributes.pt`` with the full actor in it; the two configs are JSON."""
 
-    actor_state_dict: dict[str, torch.Tensor]
-    adapter_state_dicts: dict[Role, dict[str, torch.Tensor]]
-    lora_configs: NotRequired[dict[Role, Any]]
+    actor_state_dict: dict[str, Tensor]
+    adapter_state_dicts: dict[Role, dict[str, Tensor]]
+    lora_configs: dict[Role, Any]
     model_config: str
     generation_config: str
 
@@ -152,11 +152,12 @@ ORIGIN_FIELDS = {
 """Fields of ``adapter_config.json`` that are ignored: where an adapter came from."""
 
 
+@pydantic.with_config(pydantic.ConfigDict(extra="forbid"))
 class BaseLoading(TypedDict):
     """``model_config`` among the arguments: what a checkpoint may say about loading its base."""
 
-    dtype: NotRequired[torch.dtype | str | None]
-    torch_dtype: NotRequired[torch.dtype | str | None]
+    dtype: NotRequired[DType | str | None]
+    torch_dtype: NotRequired[DType | str | None]
     revision: NotRequired[str | None]
     subfolder: NotRequired[str]
     variant: NotRequired[str | None]
@@ -202,65 +203,21 @@ def reading(file: Path, what: str = "it cannot be read") -> Iterator[None]:
         raise DamagedCheckpointError(f"{file} {reason}; use another checkpoint") from error
 
 
-def check(file: Path, value: Any, expected: Any, field: str = "content") -> None:
-    """Raise DamagedCheckpointError, naming the innermost field that is not of the expected type.
-
-    Expected is a class, a TypedDict, or what ``typing`` makes of these; ``Annotated`` with a
-    predicate and its description.
-    """
-    reason = mismatch(value, expected, field)
-    if reason is not None:
-        damaged(file, reason)
+def check(file: Path, value: Any, expected: Any, field: str = "") -> None:
+    """Raise DamagedCheckpointError, naming the first field that is not of the expected type."""
+    if found := mismatches(value, expected):
+        path, reason = next(iter(found.items()))
+        damaged(file, f"its {'.'.join(map(str, (field, *path))).strip('.') or 'content'}: {reason}")
 
 
-def mismatch(value: Any, expected: Any, field: str = "content") -> str | None:
-    """Why a value is not of the expected type; None if it is."""
-    origin, arguments = get_origin(expected), get_args(expected)
-    name = getattr(expected, "__name__", str(expected))
-    if origin is NotRequired:
-        return mismatch(value, arguments[0], field)
-    if origin is Annotated:
-        _, predicate, name = arguments
-        fits = mismatch(value, arguments[0]) is None and predicate(value)
-    elif origin in (Union, types.UnionType):
-        fits = any(mismatch(value, each) is None for each in arguments)
-    elif origin is Literal:
-        fits = any(type(value) is type(each) and value == each for each in arguments)
-    elif isinstance(value, bool):
-        fits = expected in (bool, Any)
-    else:
-        kinds = {Any: object, float: int | float}
-        plain = dict if is_typeddict(expected) else origin or expected
-        fits = isinstance(value, kinds.get(plain, plain))
-        fits = fits and (expected is not torch.Tensor or _is_stored(value))
-    if not fits:
-        plain = value is None or isinstance(value, bool | int | float | str)
-        return (
-            f"its {field} is {reprlib.repr(value) if plain else type(value).__name__}, not {name}"
-        )
-    return next(filter(None, _inner_mismatches(value, expected, field)), None)
+def mismatches(value: Any, expected: Any) -> dict[tuple[int | str, ...], str]:
+    """By the path in ``value``, why what is there is not of the expected type."""
+    try:
+        _adapter(expected).validate_python(value, strict=True)
+    except pydantic.ValidationError as error:
+        return {e["loc"]: f"{e['msg']} (found {reprlib.repr(e['input'])})" for e in error.errors()}
+    return {}
 
 
-def _inner_mismatches(value: Any, expected: Any, field: str) -> Iterator[str | None]:
-    """:func:`mismatch` of what is in a container."""
-    origin, arguments = get_origin(expected), get_args(expected)
-    if is_typeddict(expected):
-        prefix = "" if field == "content" else f"{field}."
-        for name in sorted(expected.__required_keys__ - value.keys()):
-            yield f"its {prefix}{name} is missing"
-        for name, kind in expected.__annotations__.items():
-            yield mismatch(value[name], kind, prefix + name) if name in value else None
-    elif origin is dict:
-        for key, item in value.items():
-            yield mismatch(key, arguments[0], f"key of {field}")
-            yield mismatch(item, arguments[1], f"{field}[{key!r}]")
-    elif origin is list:
-        for number, item in enumerate(value):
-            yield mismatch(item, arguments[0], f"{field}[{number}]")
-
-
-def _is_stored(tensor: torch.Tensor) -> bool:
-    """Whether the file held every element, as it does not of an expanded or a sparse tensor."""
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-        return False
-    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+# Making one takes milliseconds.
+_adapter = functools.cache(pydantic.TypeAdapter[Any])

@@ -1,18 +1,23 @@
 """What ``run_state.json`` holds: its schema, values that JSON gives back, the random streams."""
 
 # No postponed annotations here: TypedDict would not see NotRequired.
+import base64
+import io
 import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from annotated_types import Predicate
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic's condition before Python 3.12
 
 from agilerl.training.logs.files import replace_file
 
-FORMAT = 1
+FORMAT = 2
 _PLAIN = (str, int, float, type(None), dict, list, tuple)
 
 
@@ -25,15 +30,15 @@ class MemberState(TypedDict):
     steps_of_run: int
     epochs_of_run: int
     flat_iterations: int
-    lineage: NotRequired[list[dict[str, int]]]
+    lineage: list[dict[str, int]]
     environment: int  # position in RunState's list
 
 
 class RunState(TypedDict):
     """``run_state.json``: all that a run is resumed from but its agents' own checkpoints."""
 
-    format: Annotated[int, FORMAT.__eq__, f"{FORMAT}, the format that this version reads"]
-    run: Annotated[str, lambda run: Path(run).name == run, "the name of a folder"]
+    format: Literal[2]  # FORMAT
+    run: Annotated[str, Predicate(lambda run: Path(run).name == run)]
     environment: str
     iteration: int
     in_iteration: bool
@@ -44,8 +49,7 @@ class RunState(TypedDict):
     environments: list[dict[str, Any]]
     unevaluated_rows: list[dict[str, float]] | None
     log: dict[str, Any]
-    random: dict[str, Any]
-    random_of_other_ranks: NotRequired[list[dict[str, Any]]]
+    random: Annotated[list[str], Field(min_length=1)]  # by rank
 
 
 def check_plain(content: Any, name: str, kinds: tuple[type, ...] = _PLAIN) -> None:
@@ -76,38 +80,24 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     replace_file(path, lambda file: file.write(text + "\n"))
 
 
-def random_streams() -> dict[str, Any]:
-    """The state of the global streams of Python, NumPy and torch (CUDA too), JSON-compatible."""
-    version, words, gauss = random.getstate()
+def random_streams() -> str:
+    """The state of the global streams of Python, NumPy and torch (CUDA too), as text."""
+    of_numpy = np.random.get_state(legacy=False)
     streams = {
-        "python": {"version": version, "words": np.array(words, "<u4"), "gauss": gauss},
-        "numpy": np.random.get_state(legacy=False),
+        "python": random.getstate(),
+        "numpy": json.loads(json.dumps(of_numpy, default=np.ndarray.tolist)),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all(),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(streams, default=_bytes_in_hex))
-    return plain
+    torch.save(streams, buffer := io.BytesIO())
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
-def set_random_streams(saved: Mapping[str, Any]) -> None:
+def set_random_streams(saved: str) -> None:
     """Set the global streams to what :func:`random_streams` gave, CUDA's device by device."""
-    streams = json.loads(json.dumps(saved), object_hook=_from_hex)
-    python = streams["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    streams = torch.load(io.BytesIO(base64.b64decode(saved)), weights_only=True)
+    random.setstate(streams["python"])
     np.random.set_state(streams["numpy"])
-    torch.set_rng_state(torch.from_numpy(streams["torch"]))
+    torch.set_rng_state(streams["torch"])
     for device, state in zip(range(torch.cuda.device_count()), streams["cuda"], strict=False):
-        torch.cuda.set_rng_state(torch.from_numpy(state), device)
-
-
-def _bytes_in_hex(value: Any) -> Any:
-    """What JSON holds of a tensor, an array or a number of NumPy."""
-    array = np.asarray(value)
-    return {"dtype": array.dtype.str, "hex": array.tobytes().hex()} if array.ndim else array.item()
-
-
-def _from_hex(entry: dict[str, Any]) -> Any:
-    """The array of :func:`_bytes_in_hex`; other entries as they are."""
-    if entry.keys() != {"dtype", "hex"}:
-        return entry
-    return np.frombuffer(bytes.fromhex(entry["hex"]), dtype=entry["dtype"]).copy()
+        torch.cuda.set_rng_state(state, device)

@@ -30,8 +30,6 @@ from agilerl.training.protocols import Agent
 
 logger = logging.getLogger(__name__)
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 class Elite(contextlib.ExitStack):
     """Saves the best agent of one run; a context, in which no other run can save there.
@@ -212,7 +210,6 @@ class Saver:
 
 def is_no_room(error: Exception) -> bool:
     """Whether a file could not be written because the disk, a quota or a limit is exhausted."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number is None and (quoted := re.search(r"os error (\d+)", str(error))):
-        number = int(quoted[1])  # safetensors only quotes it
-    return number in _NO_ROOM
+    quoted = re.search(r"os error (\d+)", str(error))  # all that safetensors says
+    number = error.errno if isinstance(error, OSError) else quoted and int(quoted[1])
+    return number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from agilerl.llm.checkpoint.base_weights import SAMPLED, fingerprint
+from agilerl.llm.shared_base import SAMPLED, fingerprint
 from agilerl.testing import tiny_model
 
 
