@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from agilerl.llm.checkpoint.optimizer_shards import (
     Fragment,
     read_shards,
-    shard_file,
     write_shard,
 )
 
@@ -72,17 +69,6 @@ def test_parameter_groups_may_count_their_steps_apart(tmp_path: Path) -> None:
     ]
     found = read(tmp_path, shards, 3)
     assert [found[n]["step"] for n in range(3)] == [0.0, 1.0, 2.0]
-
-
-def test_files_with_one_count_of_steps_for_all_are_read(tmp_path: Path) -> None:
-    (shard,) = cut()
-    write_shard(tmp_path, 0, shard)
-    file = shard_file(tmp_path, 0)
-    with safe_open(file, "pt") as stored:
-        header = stored.metadata()
-    tensors = {n: t for n, t in load_file(file).items() if not n.endswith("step")}
-    save_file(tensors | {"step": torch.tensor(3.0)}, file, metadata=header)
-    assert [read_shards(tmp_path, 1, 3)[n]["step"] for n in range(3)] == [3.0] * 3
 
 
 def test_before_the_first_step_there_is_nothing(tmp_path: Path) -> None:
