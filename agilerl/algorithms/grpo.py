@@ -28,6 +28,7 @@ from agilerl.llm.config import (
     Reduction,
     SamplingConfig,
 )
+from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.losses import policy_objective
 from agilerl.llm.metrics import batch_metrics
 from agilerl.llm.update import run_update
@@ -95,8 +96,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         wrap: Train over the accelerator's processes from the start; False: only after
             :meth:`wrap_models`.
         clone: Set by ``clone()``: warnings about arguments are not repeated.
-        use_vllm: Not supported yet.
-        vllm_config: Not supported yet.
+        use_vllm: Generate with vLLM instead of the training model; see docs/vllm.md.
+        vllm_config: How vLLM is run; None: ``VLLMConfig()``.
         seed: Seeds adapter initialisation, sampling and mini-batch order.
         gradient_checkpointing: Recompute layers in backward: less memory, more time.
         torch_compiler: Mode of ``torch.compile`` for the training forward, e.g. ``"default"``;
@@ -176,7 +177,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         wrap: bool = True,
         clone: bool = False,
         use_vllm: bool = False,
-        vllm_config: Any = None,
+        vllm_config: VLLMConfig | None = None,
         seed: int = 42,
         gradient_checkpointing: bool = True,
         torch_compiler: str | None = None,

@@ -56,6 +56,8 @@ class SamplingConfig:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
+    stop_sequences: tuple[str, ...] = ()
+    """Texts that end a completion, whose last token is the one that completes the text."""
     chunk_size: int | None = None
     """Prompts generated at a time, each with all of its samples; None: the generator's default. For
     generators that do not schedule rows themselves."""

@@ -142,6 +142,20 @@ class SharedBase:
         with contextlib.nullcontext() if self.partition is None else self.partition.whole_model():
             yield
 
+    @contextlib.contextmanager
+    def offloaded(self) -> Iterator[None]:
+        """Within it the model's tensors are in host memory, unless its device is the host."""
+        device = self.device
+        if device.type == "cpu":
+            yield
+            return
+        self.model.to("cpu")
+        torch.cuda.empty_cache()
+        try:
+            yield
+        finally:
+            self.model.to(device)
+
     @property
     def decoder(self) -> nn.Module:
         """The model without its head."""

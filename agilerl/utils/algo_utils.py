@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.llm.generation.vllm.config import VLLMConfig
 
-__all__ = ["CosineLRScheduleConfig"]
+__all__ = ["CosineLRScheduleConfig", "VLLMConfig"]

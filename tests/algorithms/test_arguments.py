@@ -45,7 +45,15 @@ def test_a_checkpoint_holds_all_but_what_belongs_to_the_process() -> None:
     agent = GSPO(**TOKENS, actor_network=small_model())
     signature = set(inspect.signature(GSPO).parameters)
     not_saved = signature - set(agent.saved_arguments())
-    assert not_saved == {"actor_network", "accelerator", "device", "wrap", "clone"}
+    assert not_saved == {
+        "actor_network",
+        "accelerator",
+        "device",
+        "wrap",
+        "clone",
+        "use_vllm",
+        "vllm_config",
+    }
 
 
 class Margin(LLMAlgorithm):

@@ -99,6 +99,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("lora_config", {"r": 4}, TypeError, "'r': 4.*LoraConfig"),
     ("lora_config", lora(bias="all"), ValueError, "'all'.*none"),
     ("cosine_lr_schedule_config", {"num_epochs": 1}, TypeError, "num_epochs.*CosineLRSchedule"),
+    ("vllm_config", {"max_num_seqs": 8}, TypeError, "max_num_seqs.*VLLMConfig"),
     ("device", "gpu", ValueError, "'gpu'.*'cpu', 'cuda'"),
     ("device", "cuda:99", ValueError, "'cuda:99'.*'cpu'"),
     ("device", "meta", ValueError, "'meta'.*'cpu', 'cuda'"),
@@ -123,8 +124,6 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     *((flag, "yes", TypeError, "'yes'.*True or False") for flag in FLAGS),
 ]
 UNSUPPORTED = {
-    "use_vllm": True,
-    "vllm_config": object(),
     "use_liger_loss": True,
     "fused_loss_chunk_rows": 128,
     "use_sequence_packing": True,

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agilerl.llm.causal_lm import LogitHead
-from agilerl.llm.generation import decode, random_numbers
+from agilerl.llm.generation import decode, new_token_limit, random_numbers
 from agilerl.llm.generation.cached_decoder import CachedDecoder
 from agilerl.llm.generation.decode import DecodingLoop
-from agilerl.llm.generation.hf import HFGenerator, new_token_limit
+from agilerl.llm.generation.hf import HFGenerator
 from agilerl.llm.generation.kv_cache import GrowingLayer
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model

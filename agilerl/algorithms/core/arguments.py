@@ -54,6 +54,7 @@ from agilerl.llm.engine.accelerator_config import (
     rank_batch_size,
     settings_without_effect,
 )
+from agilerl.llm.generation.vllm.config import VLLMConfig
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +166,10 @@ class LLMArguments:
     wrap: bool = argument(FLAG, True, saved=False)
     # Not stored: `agent.clone` is a method.
     clone: Any = argument(FLAG, False, saved=False)
-    use_vllm: bool = argument(FLAG, False, resumed=False, supported=False)
-    vllm_config: Any = argument(None, None, resumed=False, supported=False)
+    use_vllm: bool = argument(FLAG, False, saved=False)
+    vllm_config: VLLMConfig | None = argument(
+        InstanceOf(VLLMConfig, "an agilerl.utils.algo_utils.VLLMConfig"), None, saved=False
+    )
     seed: int = argument(Number(0, 2**63 - 1, integer=True), 42)
     gradient_checkpointing: bool = argument(FLAG, True)
     torch_compiler: str | None = argument(OneOf((None, *COMPILE_MODES)), None, resumed=False)

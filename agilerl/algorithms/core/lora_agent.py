@@ -22,7 +22,7 @@ from agilerl.llm.config import CosineLRScheduleConfig
 from agilerl.llm.engine.build import build_engine
 from agilerl.llm.engine.local import LocalEngine, cosine_schedule, set_learning_rate
 from agilerl.llm.generation import Generator
-from agilerl.llm.generation.build import build_generator
+from agilerl.llm.generation.build import GeneratorSettings, build_generator
 from agilerl.llm.policy import Policy
 from agilerl.llm.update import SkippedSteps
 
@@ -65,7 +65,7 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
         self.lora_config = self.policy.lora_config
         ranks = ranks_of(self.accelerator)
         try:
-            self.generator = build_generator(self.policy, use_vllm=self.use_vllm)
+            self.generator = build_generator(self.policy, self._generator_settings(), ranks)
             for role in self.policy.roles:
                 ranks.broadcast(list(self.policy.parameters(role).values()))
             self.engine = self._build_engine()
@@ -112,6 +112,16 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
         Each is a parameter group of the optimizer.
         """
         return {"actor": self.lr}
+
+    def _generator_settings(self) -> GeneratorSettings:
+        return GeneratorSettings(
+            backend="vllm" if self.use_vllm else "hf",
+            vllm=self.vllm_config,
+            model_name=self.model_name,
+            max_model_len=self.max_model_len,
+            offload_base=self.use_memory_efficient_params,
+            seed=self.seed,
+        )
 
     def _build_engine(self) -> LocalEngine:
         groups = [

@@ -26,6 +26,22 @@ class Completions:
     log-prob under the temperature-scaled distribution, before penalties and filters."""
 
 
+def new_token_limit(prompt: torch.Tensor, sampling: SamplingConfig) -> int:
+    """Most tokens a prompt may be completed by.
+
+    Raises:
+        ValueError: If there is no room for a single one.
+    """
+    room = sampling.max_model_len - len(prompt)
+    if room < 1 or len(prompt) == 0:
+        raise ValueError(
+            f"a prompt of {len(prompt)} tokens leaves no room for output within max_model_len "
+            f"{sampling.max_model_len}: raise max_model_len, or filter prompts (ReasoningGym's "
+            "max_context_length)"
+        )
+    return room if sampling.max_new_tokens is None else min(room, sampling.max_new_tokens)
+
+
 class Generator(Protocol):
     """What an agent needs to roll out; knows nothing of rewards or agents."""
 

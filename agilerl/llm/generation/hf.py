@@ -24,7 +24,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from agilerl.llm.config import SamplingConfig
-from agilerl.llm.generation import Completions
+from agilerl.llm.generation import Completions, new_token_limit
 from agilerl.llm.generation.cached_decoder import CachedDecoder
 from agilerl.llm.generation.decode import BatchCompletions, DecodingLoop, PromptBatch
 from agilerl.llm.generation.kv_cache import CACHE_BLOCK
@@ -233,19 +233,3 @@ def _first_equal(prompts: Sequence[torch.Tensor]) -> list[int]:
     """For each prompt, the index of the first one with the same ids."""
     first: dict[bytes, int] = {}
     return [first.setdefault(id_bytes(prompt), i) for i, prompt in enumerate(prompts)]
-
-
-def new_token_limit(prompt: torch.Tensor, sampling: SamplingConfig) -> int:
-    """Most tokens a prompt may be completed by.
-
-    Raises:
-        ValueError: If there is no room for a single one.
-    """
-    room = sampling.max_model_len - len(prompt)
-    if room < 1 or len(prompt) == 0:
-        raise ValueError(
-            f"a prompt of {len(prompt)} tokens leaves no room for output within max_model_len "
-            f"{sampling.max_model_len}: raise max_model_len, or filter prompts (ReasoningGym's "
-            "max_context_length)"
-        )
-    return room if sampling.max_new_tokens is None else min(room, sampling.max_new_tokens)

@@ -1,0 +1,99 @@
+"""From an agent's policy and configuration to its vLLM generator."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+from agilerl.checks import require
+from agilerl.distributed import Ranks
+from agilerl.llm.causal_lm import context_length
+from agilerl.llm.generation.vllm.colocated import ColocatedEngine, engine_settings
+from agilerl.llm.generation.vllm.config import VLLMConfig
+from agilerl.llm.generation.vllm.engine import Engine
+from agilerl.llm.generation.vllm.generator import VLLMGenerator
+from agilerl.llm.policy import Policy
+from agilerl.llm.shared_base import SharedBase, base_tensors
+
+logger = logging.getLogger(__name__)
+
+_Shared = weakref.WeakValueDictionary[tuple[VLLMConfig, str | None, int], Engine]
+# An engine ends with the last generator that uses it.
+_engines: weakref.WeakKeyDictionary[SharedBase, _Shared] = weakref.WeakKeyDictionary()
+
+
+def build_vllm_generator(
+    policy: Policy,
+    config: VLLMConfig,
+    ranks: Ranks,
+    *,
+    model_name: str | None,
+    max_model_len: int | None,
+    offload_base: bool,
+    seed: int,
+) -> VLLMGenerator:
+    """A generator on the engine of the policy's base, which is started for the first one.
+
+    Args:
+        policy: Whose adapters are served.
+        config: How vLLM is run.
+        ranks: Each has an engine of its own.
+        model_name: That the base was loaded by.
+        max_model_len: Longest row; None: what the model's configuration says.
+        offload_base: Move the trainer's base to host memory during rollouts.
+        seed: The engine's.
+
+    Raises:
+        ValueError: If vLLM cannot serve the policy.
+        EngineError: If the engine does not start.
+    """
+    base = policy.base
+    require(
+        config.tensor_parallel_size == 1 or ranks.world_size == 1,
+        f"vllm_config.tensor_parallel_size is {config.tensor_parallel_size}, but there are "
+        f"{ranks.world_size} training processes, each with an engine on its own device; use 1, or "
+        "vLLM servers (vllm_config.server_urls)",
+    )
+    shared = _engines.setdefault(base, weakref.WeakValueDictionary())
+    length = max_model_len or context_length(base.model)
+    key = (config, model_name, length)
+    engine = shared.get(key)
+    if engine is None:
+        engine = _start(base, config, model_name, length, seed)
+        shared[key] = engine
+    return VLLMGenerator(policy, engine, config, offload_base=offload_base)
+
+
+def _start(
+    base: SharedBase, config: VLLMConfig, model_name: str | None, length: int, seed: int
+) -> Engine:
+    model, saved = base.model, None
+    path = config.vllm_model_name_or_path or model_name or model.name_or_path
+    if not path:
+        # vLLM loads from disk; sleep level 2 and a restart load again.
+        saved = tempfile.mkdtemp(prefix="agilerl-base-")
+        with base.whole():
+            tensors = {n: t.detach().cpu().contiguous() for n, t in base_tensors(model).items()}
+            model.save_pretrained(saved, state_dict=tensors)
+        path = saved
+    settings = engine_settings(
+        config,
+        str(Path(path).resolve()) if Path(path).is_dir() else path,
+        str(model.dtype).removeprefix("torch."),
+        length,
+        seed % 2**32,
+        on_gpu=base.device.type == "cuda",
+    )
+    try:
+        with base.offloaded() if config.sleep_mode else base.whole():
+            engine = ColocatedEngine(settings, config, base.device)
+    except BaseException:
+        if saved is not None:
+            shutil.rmtree(saved, ignore_errors=True)
+        raise
+    if saved is not None:
+        weakref.finalize(engine, shutil.rmtree, saved, ignore_errors=True)
+    return engine

@@ -1,0 +1,219 @@
+"""An engine process beside the trainer, on its device and for its rank alone.
+
+In a process of its own, because vLLM in the trainer's would take over more than its own part:
+several engines share one global state, which the first that ends tears down, it initialises
+torch.distributed and replaces ``torch.set_num_threads``, and a call that hangs could not be ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agilerl.llm.generation.vllm.config import VLLMConfig
+from agilerl.llm.generation.vllm.engine import Answer, EngineError, Request, StagedAdapter
+
+logger = logging.getLogger(__name__)
+
+LOG_LINES = 20
+EXTENSION = "agilerl.llm.generation.vllm.sampler_extension.TrainerLogprobs"
+
+
+def engine_settings(
+    config: VLLMConfig, model: str, dtype: str, max_model_len: int, seed: int, *, on_gpu: bool
+) -> dict[str, Any]:
+    """Arguments of :class:`vllm.LLM`."""
+    eager = config.enforce_eager
+    settings: dict[str, Any] = {
+        "model": model,
+        "dtype": config.dtype or dtype,
+        "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype or "auto",
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enforce_eager": not on_gpu if eager is None else eager,
+        "enable_lora": True,
+        "max_lora_rank": _allowed_rank(config.max_lora_rank),
+        "max_loras": config.max_loras,
+        "skip_tokenizer_init": not config.stop_sequences,
+        "generation_config": "vllm",  # the model's own would change the defaults of sampling
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": True,
+        "seed": seed,
+    }
+    if config.kv_cache_memory_bytes is not None:
+        settings["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+    if on_gpu:
+        settings["gpu_memory_utilization"] = config.gpu_memory_utilization
+        settings["enable_sleep_mode"] = config.sleep_mode
+    return settings
+
+
+def _allowed_rank(rank: int) -> int:
+    """The smallest that vLLM has kernels for."""
+    return next((n for n in (8, 16, 32, 64, 128, 256, 320, 512) if n >= rank), rank)
+
+
+class ColocatedEngine:
+    """Starts an engine process and speaks with it; ended with the last reference to this object.
+
+    Args:
+        settings: Arguments of :class:`vllm.LLM`.
+        config: Its timeouts, and whether it sleeps.
+        device: The trainer's.
+
+    Raises:
+        EngineError: The engine did not start.
+    """
+
+    def __init__(self, settings: dict[str, Any], config: VLLMConfig, device: torch.device) -> None:
+        self._config = config
+        self._sleeps = config.sleep_mode and device.type == "cuda"
+        if config.sleep_mode and not self._sleeps:
+            logger.info("sleep_mode has no effect on %s: vLLM has no sleep there", device.type)
+        self._users, self._call = 0, 0
+        self._directory = Path(tempfile.mkdtemp(prefix="agilerl-vllm-"))
+        self._connection, theirs = Pipe()
+        # Nobody writes to it: its end tells the engine that the trainer has ended.
+        life_line, held = os.pipe()
+        arguments = [theirs.fileno(), life_line, self._directory]
+        with (self._directory / "engine.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.engine_process", *map(str, arguments)],
+                pass_fds=[theirs.fileno(), life_line],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(config, device),
+                start_new_session=True,  # Ctrl-C is for the trainer, which ends the engine
+            )
+        theirs.close()
+        os.close(life_line)
+        self.close = weakref.finalize(
+            self, _end, self._process, self._connection, held, self._directory
+        )
+        self._send(settings)
+        self._wait(config.startup_timeout)
+        if self._sleeps:
+            self._ask("sleep", config.sleep_mode_level)
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within it the engine holds its GPU memory; may be nested."""
+        if self._sleeps and self._users == 0:
+            self._ask("wake_up", self._config.sleep_mode_level)
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if self._sleeps and self._users == 0 and self._process.poll() is None:
+                self._ask("sleep", self._config.sleep_mode_level)
+
+    def load_adapter(self, adapter: StagedAdapter) -> None:
+        """Serve an adapter from now on."""
+        self._ask("load_adapter", adapter)
+
+    def unload_adapter(self, adapter: StagedAdapter) -> None:
+        """Serve it no longer, and forget what was cached of it."""
+        self._ask("unload_adapter", adapter)
+
+    def complete(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answers in the order of the requests; see :class:`.engine.Engine`."""
+        answers: list[Answer] = self._ask("complete", list(requests))
+        return answers
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        self._send(method, arguments)
+        return self._wait(self._config.request_timeout)
+
+    def _send(self, *message: Any) -> None:
+        self._call += 1
+        try:
+            self._connection.send((self._call, *message))
+        except OSError as error:
+            self._fail("has ended", error)
+
+    def _wait(self, timeout: float) -> Any:
+        """The answer to what was sent last; ``timeout`` seconds without a sign of life end it."""
+        deadline = time.monotonic() + timeout
+        while True:
+            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                self._fail(f"made no progress for {timeout:g} s, and was ended")
+            try:
+                call, kind, result = self._connection.recv()
+            except (EOFError, OSError) as error:
+                self._fail("has ended", error)
+            if call != self._call:  # of a call that an exception interrupted
+                continue
+            if kind == "alive":
+                deadline = time.monotonic() + timeout
+            elif kind == "failed":
+                self._fail(f"failed: {result}")
+            else:
+                return result
+
+    def _fail(self, what: str, cause: BaseException | None = None) -> None:
+        """Raise EngineError with the last lines of the engine's log, and end the engine."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0 if cause is not None else 0.0)
+        code = self._process.poll()
+        ended = f" (exit status {code})" if code is not None else ""
+        with contextlib.suppress(OSError):
+            text = (self._directory / "engine.log").read_text(errors="replace")
+            what += f"{ended}. Its last log lines:\n" + "\n".join(text.splitlines()[-LOG_LINES:])
+        self.close()
+        raise EngineError(f"the vLLM engine (process {self._process.pid}) {what}") from cause
+
+
+def _environment(config: VLLMConfig, device: torch.device) -> dict[str, str]:
+    """The engine's: it is no rank of the trainer's, and sees the trainer's device only."""
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in launched and not name.startswith(("MASTER_", "TORCHELASTIC_", "ACCELERATE_"))
+    }
+    # Where agilerl itself lies, in case that it is not installed.
+    source = str(Path(__file__).resolve().parents[4])
+    paths = [source, *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if device.type == "cuda":
+        if config.tensor_parallel_size == 1:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            visible = environment.get("CUDA_VISIBLE_DEVICES")
+            environment["CUDA_VISIBLE_DEVICES"] = (
+                str(index) if not visible else visible.split(",")[index]
+            )
+    else:
+        # Trainer and engine work in turns, so neither is bound to cores of its own.
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    return environment
+
+
+def _end(
+    process: subprocess.Popen[bytes], connection: Connection, held: int, directory: Path
+) -> None:
+    connection.close()
+    os.close(held)
+    process.kill()
+    process.wait()
+    shutil.rmtree(directory, ignore_errors=True)

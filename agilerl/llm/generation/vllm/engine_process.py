@@ -1,0 +1,144 @@
+"""The process of a colocated engine: ``python -m agilerl.llm.generation.vllm.engine_process``.
+
+Serves the trainer over a socket whose file descriptor it is given. It receives ``(number, method,
+arguments)`` and sends ``(number, "done" | "failed", result)``; while it works, also ``(number,
+"alive", None)``. It ends with the trainer, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from agilerl.llm.generation.vllm.engine import Answer, Request, Sample, StagedAdapter
+
+HEARTBEAT_SECONDS = 1.0
+
+
+class Server:
+    """Methods that the trainer calls by name."""
+
+    def __init__(self, settings: dict[str, Any], connection: Connection) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**settings)
+        self.engine = self.llm.llm_engine
+        self.connection = connection
+
+    def load_adapter(self, adapter: StagedAdapter) -> None:
+        """Serve an adapter from now on."""
+        self.engine.add_lora(_lora_request(adapter))
+
+    def unload_adapter(self, adapter: StagedAdapter) -> None:
+        """Serve it no longer, and forget what was cached of it."""
+        self.engine.remove_lora(adapter.number)
+        self.engine.reset_prefix_cache()
+
+    def sleep(self, level: int) -> None:
+        """Free the GPU's memory."""
+        self.llm.sleep(level)
+
+    def wake_up(self, level: int) -> None:
+        """Take it again; weights that were discarded are loaded."""
+        self.llm.wake_up()
+        if level > 1:
+            self.llm.collective_rpc("reload_weights")
+
+    def complete(self, requests: list[Request], heartbeat: Any) -> list[Answer] | None:
+        """The answers; None if the trainer has given up waiting, and sent something else."""
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        for number, request in enumerate(requests):
+            self.engine.add_request(
+                str(number),
+                TokensPrompt(prompt_token_ids=request.prompt),
+                SamplingParams(
+                    **request.parameters,
+                    detokenize="stop" in request.parameters,
+                    flat_logprobs=True,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                ),
+                lora_request=_lora_request(request.adapter),
+            )
+        answers: dict[str, Answer] = {}
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                answers[output.request_id] = _answer(output)
+            if self.connection.poll():
+                self.engine.abort_request([str(number) for number in range(len(requests))])
+                return None
+            heartbeat()
+        return [answers[str(number)] for number in range(len(requests))]
+
+
+def _lora_request(adapter: StagedAdapter) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(adapter.name, adapter.number, adapter.path)
+
+
+def _answer(output: Any) -> Answer:
+    prompt = output.prompt_logprobs
+    return Answer(
+        [
+            Sample(list(o.token_ids), None if o.logprobs is None else list(o.logprobs.logprobs))
+            for o in output.outputs
+        ],
+        None if prompt is None else list(prompt.logprobs),
+    )
+
+
+def serve(connection: Connection) -> None:
+    """Answer until the trainer closes its end."""
+    number, settings = connection.recv()
+    try:
+        server = Server(settings, connection)
+    except Exception as error:
+        connection.send((number, "failed", repr(error)))
+        raise
+    connection.send((number, "done", None))
+    last = 0.0
+
+    def heartbeat() -> None:
+        nonlocal last
+        if time.monotonic() - last > HEARTBEAT_SECONDS:
+            last = time.monotonic()
+            connection.send((number, "alive", None))
+
+    while True:
+        number, method, arguments = connection.recv()
+        if method == "complete":
+            arguments = (*arguments, heartbeat)
+        try:
+            result = getattr(server, method)(*arguments)
+        except Exception as error:  # noqa: BLE001 - the trainer is told, and decides
+            connection.send((number, "failed", repr(error)))
+        else:
+            connection.send((number, "done", result))
+
+
+def _end_with_trainer(descriptor: int, staging: str) -> None:
+    """End at once when the trainer has died or closed its end of a pipe that nobody writes to."""
+    os.read(descriptor, 1)
+    shutil.rmtree(staging, ignore_errors=True)
+    os._exit(0)
+
+
+def main() -> None:
+    """Arguments: descriptors of the socket and of the trainer's life line, the log's directory."""
+    descriptor, life_line, staging = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    threading.Thread(target=_end_with_trainer, args=(life_line, staging), daemon=True).start()
+    try:
+        serve(Connection(descriptor))
+    except EOFError:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

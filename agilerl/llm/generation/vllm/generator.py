@@ -1,0 +1,174 @@
+"""The generator that samples from a vLLM engine: adapter sync, sessions, requests."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from agilerl.checks import require
+from agilerl.llm.config import SamplingConfig
+from agilerl.llm.generation import Completions, new_token_limit
+from agilerl.llm.generation.vllm import probe
+from agilerl.llm.generation.vllm.adapter_files import AdapterFiles, check_served, current_tensors
+from agilerl.llm.generation.vllm.config import VLLMConfig
+from agilerl.llm.generation.vllm.engine import (
+    Engine,
+    Request,
+    Sample,
+    StagedAdapter,
+    sampling_parameters,
+)
+from agilerl.llm.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+
+class VLLMGenerator:
+    """Generates with a vLLM engine, which gets a policy's adapter before a rollout if it changed.
+
+    Args:
+        policy: Whose weights and role to generate with, until :meth:`sync` names another.
+        engine: Serves the policy's base.
+        config: Timeouts, penalties and the probe's tolerance.
+        offload_base: Move the trainer's base to host memory while the engine works.
+
+    Attributes:
+        sync_seconds: What bringing the adapter to the engine took last, probe included.
+        probe_difference: What the last probe found, in nats; nan before the first.
+
+    Raises:
+        ValueError: If vLLM cannot serve the policy's adapters.
+    """
+
+    differs_from_trainer = True
+
+    def __init__(
+        self, policy: Policy, engine: Engine, config: VLLMConfig, *, offload_base: bool = False
+    ) -> None:
+        for role in policy.roles:
+            check_served(policy.lora_configs[role], config.max_lora_rank)
+        self.policy, self.engine, self.config = policy, engine, config
+        self._offload_base = offload_base and policy.base.partition is None
+        self._files = AdapterFiles(config.lora_staging_dir)
+        self._served: StagedAdapter | None = None
+        self._served_digest: str | None = None
+        self._in_session = False
+        self.sync_seconds, self.probe_difference = 0.0, float("nan")
+
+    def sync(self, policy: Policy) -> None:
+        """Generate with ``policy`` from now on; its adapter goes to the engine when needed.
+
+        Raises:
+            RuntimeError: In a session of another policy.
+        """
+        require(
+            not self._in_session or policy is self.policy,
+            "within a session the generator keeps its policy; leave it first",
+            RuntimeError,
+        )
+        policy.set_role(policy.role)
+        self.policy = policy
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Wake the engine and bring it the adapter as it is now; may be nested.
+
+        Raises:
+            EngineError: The engine died or hangs.
+            PolicyMismatchError: What it samples is not what is trained.
+        """
+        if self._in_session:
+            yield
+            return
+        tensors, digest = current_tensors(self.policy)
+        changed = digest != self._served_digest
+        probing = changed and self.config.probes
+        # Before the base leaves the device.
+        expected = probe.expected_logprobs(self.policy) if probing else None
+        offloaded = self.policy.base.offloaded() if self._offload_base else contextlib.nullcontext()
+        with offloaded, self.engine.awake():
+            if changed:
+                self._serve(tensors, digest, expected)
+            self._in_session = True
+            try:
+                yield
+            finally:
+                self._in_session = False
+
+    def _serve(
+        self, tensors: dict[str, torch.Tensor], digest: str, expected: probe.Expected | None
+    ) -> None:
+        """Have the engine serve a new version of the adapter in place of the last."""
+        started = time.perf_counter()
+        self._served_digest = None  # until all of it has worked
+        adapter = self._files.write(self.policy, tensors)
+        self.engine.load_adapter(adapter)
+        if self._served is not None:
+            self.engine.unload_adapter(self._served)
+            self._files.remove(self._served)
+        self._served = adapter
+        if expected is not None:
+            base = self.policy.base.model
+            sequence = probe.probe_sequence(base.config.get_text_config().vocab_size)
+            request = Request(sequence, probe.probe_parameters(), adapter)
+            (answer,) = self.engine.complete([request])
+            dtype = str(base.dtype).removeprefix("torch.")
+            self.probe_difference = probe.compare(expected, answer, self.config, dtype)
+        self._served_digest = digest
+        self.sync_seconds = time.perf_counter() - started
+        logger.debug(
+            "vLLM serves %s after %.3f s; log-probs differ by %.2g nats",
+            adapter.name,
+            self.sync_seconds,
+            self.probe_difference,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[torch.Tensor],
+        samples_per_prompt: int,
+        sampling: SamplingConfig,
+        rng: torch.Generator,
+    ) -> Completions:
+        """Complete ``prompts``; see :class:`agilerl.llm.generation.Generator`.
+
+        Each prompt is one request, so its keys and values are computed once. Its seed is drawn from
+        ``rng``: what is sampled depends neither on the order in which the engine works nor, with
+        servers, on which of them does.
+
+        Raises:
+            ValueError: If a prompt leaves no room for output.
+            EngineError: The engine died or hangs.
+        """
+        limits = [new_token_limit(prompt, sampling) for prompt in prompts]
+        seeds = torch.randint(2**31, (len(prompts),), generator=rng).tolist()
+        parameters = partial(sampling_parameters, sampling, self.config, samples_per_prompt)
+        with self.session():
+            assert self._served is not None
+            requests = [
+                Request(prompt.tolist(), parameters(limit, seed), self._served)
+                for prompt, limit, seed in zip(prompts, limits, seeds, strict=True)
+            ]
+            answers = self.engine.complete(requests)
+        return _completions([sample for answer in answers for sample in answer.samples])
+
+    def close(self) -> None:
+        """Have the engine forget the adapter; it ends with the last generator that uses it."""
+        if self._served is not None:
+            served, self._served, self._served_digest = self._served, None, None
+            with contextlib.suppress(Exception):  # it may have died, which was reported
+                self.engine.unload_adapter(served)
+        self._files.close()
+        del self.engine
+
+
+def _completions(samples: Sequence[Sample]) -> Completions:
+    tokens = [torch.tensor(sample.token_ids, dtype=torch.long) for sample in samples]
+    if any(sample.logps is None for sample in samples):
+        return Completions(tokens)
+    return Completions(tokens, [torch.tensor(sample.logps or []) for sample in samples])
