@@ -11,6 +11,7 @@ from pathlib import Path
 from agilerl.checks import require
 from agilerl.distributed import Ranks
 from agilerl.llm.causal_lm import context_length
+from agilerl.llm.generation.vllm import probe
 from agilerl.llm.generation.vllm.colocated import ColocatedEngine, engine_settings
 from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.generation.vllm.engine import Engine
@@ -58,10 +59,10 @@ def build_vllm_generator(
         "vLLM servers (vllm_config.server_urls)",
     )
     shared = _engines.setdefault(base, weakref.WeakValueDictionary())
-    length = max_model_len or context_length(base.model)
+    length = max(max_model_len or context_length(base.model), probe.LENGTH + 1)
     key = (config, model_name, length)
     engine = shared.get(key)
-    if engine is None:
+    if engine is None or engine.ended:
         engine = _start(base, config, model_name, length, seed)
         shared[key] = engine
     return VLLMGenerator(policy, engine, config, offload_base=offload_base)

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -109,9 +109,18 @@ class ColocatedEngine:
             self, _end, self._process, self._connection, held, self._directory
         )
         self._send(settings)
-        self._wait(config.startup_timeout)
+        try:
+            self._wait(config.startup_timeout)
+        except BaseException:
+            self.close()
+            raise
         if self._sleeps:
             self._ask("sleep", config.sleep_mode_level)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -123,7 +132,7 @@ class ColocatedEngine:
             yield
         finally:
             self._users -= 1
-            if self._sleeps and self._users == 0 and self._process.poll() is None:
+            if self._sleeps and self._users == 0 and not self.ended:
                 self._ask("sleep", self._config.sleep_mode_level)
 
     def load_adapter(self, adapter: StagedAdapter) -> None:
@@ -165,12 +174,19 @@ class ColocatedEngine:
             if kind == "alive":
                 deadline = time.monotonic() + timeout
             elif kind == "failed":
-                self._fail(f"failed: {result}")
+                self._raise(f"failed: {result}")
             else:
                 return result
 
-    def _fail(self, what: str, cause: BaseException | None = None) -> None:
-        """Raise EngineError with the last lines of the engine's log, and end the engine."""
+    def _fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
+        """End the engine, and raise EngineError."""
+        try:
+            self._raise(what, cause)
+        finally:
+            self.close()
+
+    def _raise(self, what: str, cause: BaseException | None = None) -> NoReturn:
+        """Raise EngineError with the last lines of the engine's log."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0 if cause is not None else 0.0)
         code = self._process.poll()
@@ -178,7 +194,6 @@ class ColocatedEngine:
         with contextlib.suppress(OSError):
             text = (self._directory / "engine.log").read_text(errors="replace")
             what += f"{ended}. Its last log lines:\n" + "\n".join(text.splitlines()[-LOG_LINES:])
-        self.close()
         raise EngineError(f"the vLLM engine (process {self._process.pid}) {what}") from cause
 
 
@@ -195,6 +210,7 @@ def _environment(config: VLLMConfig, device: torch.device) -> dict[str, str]:
     paths = [source, *filter(None, [environment.get("PYTHONPATH")])]
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # the last lines should say something
     if device.type == "cuda":
         if config.tensor_parallel_size == 1:
             index = torch.cuda.current_device() if device.index is None else device.index

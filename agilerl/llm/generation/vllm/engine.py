@@ -57,6 +57,11 @@ class Answer:
 class Engine(Protocol):
     """A vLLM engine; several agents on one base share it."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether it can serve nothing any more."""
+        ...
+
     def awake(self) -> AbstractContextManager[None]:
         """Within it the engine holds its memory; may be nested."""
         ...

@@ -52,29 +52,27 @@ class Server:
     def complete(self, requests: list[Request], heartbeat: Any) -> list[Answer] | None:
         """The answers; None if the trainer has given up waiting, and sent something else."""
         from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
 
-        for number, request in enumerate(requests):
-            self.engine.add_request(
-                str(number),
-                TokensPrompt(prompt_token_ids=request.prompt),
-                SamplingParams(
-                    **request.parameters,
-                    detokenize="stop" in request.parameters,
-                    flat_logprobs=True,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                ),
-                lora_request=_lora_request(request.adapter),
-            )
-        answers: dict[str, Answer] = {}
-        while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                answers[output.request_id] = _answer(output)
-            if self.connection.poll():
-                self.engine.abort_request([str(number) for number in range(len(requests))])
-                return None
-            heartbeat()
-        return [answers[str(number)] for number in range(len(requests))]
+        parameters = [
+            SamplingParams(**r.parameters, detokenize="stop" in r.parameters, flat_logprobs=True)
+            for r in requests
+        ]
+        ids = self.llm.enqueue(
+            [TokensPrompt(prompt_token_ids=request.prompt) for request in requests],
+            parameters,
+            lora_request=[_lora_request(request.adapter) for request in requests],
+            use_tqdm=False,
+        )
+        outputs = []
+        try:
+            while self.engine.has_unfinished_requests():
+                outputs += [output for output in self.engine.step() if output.finished]
+                if self.connection.poll():
+                    return None
+                heartbeat()
+        finally:
+            self.engine.abort_request(ids, internal=True)  # those that have not finished
+        return [_answer(output) for output in sorted(outputs, key=lambda o: int(o.request_id))]
 
 
 def _lora_request(adapter: StagedAdapter) -> Any:

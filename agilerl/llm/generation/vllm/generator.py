@@ -17,6 +17,7 @@ from agilerl.llm.generation.vllm import probe
 from agilerl.llm.generation.vllm.adapter_files import AdapterFiles, check_served, current_tensors
 from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.generation.vllm.engine import (
+    Answer,
     Engine,
     Request,
     Sample,
@@ -57,6 +58,7 @@ class VLLMGenerator:
         self._files = AdapterFiles(config.lora_staging_dir)
         self._served: StagedAdapter | None = None
         self._served_digest: str | None = None
+        self._last_probe: tuple[probe.Expected, Answer] | None = None
         self._in_session = False
         self.sync_seconds, self.probe_difference = 0.0, float("nan")
 
@@ -118,7 +120,10 @@ class VLLMGenerator:
             request = Request(sequence, probe.probe_parameters(), adapter)
             (answer,) = self.engine.complete([request])
             dtype = str(base.dtype).removeprefix("torch.")
-            self.probe_difference = probe.compare(expected, answer, self.config, dtype)
+            self.probe_difference = probe.compare(
+                expected, answer, self.config, dtype, self._last_probe
+            )
+            self._last_probe = expected, answer
         self._served_digest = digest
         self.sync_seconds = time.perf_counter() - started
         logger.debug(

@@ -63,8 +63,22 @@ def expected_logprobs(policy: Policy) -> Expected:
     return Expected(logps.cpu(), int(scaled.argmax()), float(scaled.max()))
 
 
-def compare(expected: Expected, answer: Answer, config: VLLMConfig, dtype: str) -> float:
+def compare(
+    expected: Expected,
+    answer: Answer,
+    config: VLLMConfig,
+    dtype: str,
+    last: tuple[Expected, Answer] | None = None,
+) -> float:
     """The mean difference, in nats, of the log-probs of the sequence.
+
+    Args:
+        expected: What the trainer computes.
+        answer: What the engine does.
+        config: Has the tolerance.
+        dtype: The trainer's.
+        last: The same of the last version. A step may change log-probs by less than the tolerance;
+            an engine that still serves the old version gives itself away by not changing at all.
 
     Raises:
         PolicyMismatchError: It is above the tolerance; or the engine reports log-probs of another
@@ -81,6 +95,14 @@ def compare(expected: Expected, answer: Answer, config: VLLMConfig, dtype: str) 
             "vllm_model_name_or_path), an old version of the adapter, or compute in another "
             "precision (vllm_config.probe_tolerance)"
         )
+    if last is not None and answer.prompt_logps == last[1].prompt_logps:
+        moved = float((expected.logps - last[0].logps).abs().mean())
+        if moved > tolerance / 100:
+            raise PolicyMismatchError(
+                "the policy that vLLM samples is not the one that is trained: log-probs of a fixed "
+                f"sequence have moved by {moved:.3g} nats on average, and vLLM's have not moved. "
+                "It serves an old version of the adapter"
+            )
     sample = answer.samples[0]
     if sample.token_ids == [expected.next_token] and sample.logps is not None:
         error = abs(sample.logps[0] - expected.next_logp)
