@@ -135,6 +135,10 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             each one's mean), ``"token"`` (the mean over all tokens), ``"constant"`` (divided by
             sequences times ``max_output_tokens``) or ``"sum"``; None: token for cispo, else
             sequence.
+        stop_sequences: Texts that end a completion, such as ``["</answer>"]``, or one; the token
+            that completes a text is the completion's last. Only generated text is searched, with
+            special tokens as their text, from token ``min_output_tokens + 1`` on. The model's
+            tokenizer must lie beside it (see ``model_name``). None: only the end of sequence.
 
     Raises:
         ValueError: For a value out of range, named with what is allowed.
@@ -206,6 +210,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         use_sequence_packing: bool = False,
         *,
         loss_reduction: Reduction | None = None,
+        stop_sequences: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__(locals())
         if action_granularity is not None:

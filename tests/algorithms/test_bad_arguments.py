@@ -120,6 +120,11 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("lora_target_scope", "vision", ValueError, "'vision'.*linear layer"),
     ("vllm_importance_sampling_cap", 0.0, ValueError, "0.*above 0"),
     ("vllm_importance_sampling_cap", float("nan"), ValueError, "nan.*above 0"),
+    ("stop_sequences", 3, TypeError, "3.*list of non-empty strings"),
+    ("stop_sequences", ["a", 3], TypeError, "holds 3.*list of non-empty strings"),
+    ("stop_sequences", "", ValueError, "holds ''.*list of non-empty strings"),
+    ("stop_sequences", ["a", ""], ValueError, "holds ''.*list of non-empty strings"),
+    ("stop_sequences", ["a"], ValueError, "tokenizer.*save_pretrained.*model_name"),
     ("loss_reduction", "mean", ValueError, "'mean'.*'sequence'"),
     *((flag, "yes", TypeError, "'yes'.*True or False") for flag in FLAGS),
 ]

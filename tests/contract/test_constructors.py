@@ -32,7 +32,7 @@ CONTRACT: list[tuple[str, Any]] = [
     ("quantization_config", None), ("activation_offload", False), ("lora_target_scope", None),
     ("fused_loss_chunk_rows", None), ("vllm_importance_sampling_correction", True),
     ("vllm_importance_sampling_cap", 2.0), ("use_sequence_packing", False),
-    ("loss_reduction", None),
+    ("loss_reduction", None), ("stop_sequences", None),
 ]  # fmt: skip
 PINNED = {GSPO: "gspo", CISPO: "cispo"}
 
@@ -51,9 +51,10 @@ def test_gspo_and_cispo_are_grpo_without_the_loss_type(cls: type[GRPO]) -> None:
 
 
 @pytest.mark.parametrize("cls", [GRPO, *PINNED])
-def test_only_the_last_is_keyword_only(cls: type[GRPO]) -> None:
+def test_only_the_last_are_keyword_only(cls: type[GRPO]) -> None:
     kinds = {name: p.kind for name, p in inspect.signature(cls).parameters.items()}
-    assert kinds.pop("loss_reduction") is inspect.Parameter.KEYWORD_ONLY
+    for name in ("loss_reduction", "stop_sequences"):
+        assert kinds.pop(name) is inspect.Parameter.KEYWORD_ONLY
     assert set(kinds.values()) == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 

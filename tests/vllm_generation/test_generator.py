@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONFIG, agent_on, prompts_of, train
 from transformers import PreTrainedModel
+from vllm_agents import CONFIG, agent_on, prompts_of, train
 
 from agilerl.algorithms import GRPO
 from agilerl.llm.generation.vllm import colocated

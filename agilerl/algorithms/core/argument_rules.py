@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from agilerl.checks import InstanceOf, Number, require
+from agilerl.checks import InstanceOf, Number, require, shorten
 from agilerl.llm.losses import clip_band
 
 
@@ -40,6 +40,19 @@ def check_text(name: str, value: Any) -> None:
     """Raise unless the value is None or a non-empty string."""
     InstanceOf(str, "a string")(name, value)
     require(value != "", f"{name} is ''; it must be a non-empty string or None")
+
+
+def check_texts(name: str, value: Any) -> None:
+    """Raise unless the value is None, a non-empty string, or a list or tuple of such."""
+    remedy = "it must be a list of non-empty strings, one such string, or None"
+    require(
+        value is None or isinstance(value, str | list | tuple),
+        f"{name} is {shorten(value)}; {remedy}",
+        TypeError,
+    )
+    for text in (value,) if isinstance(value, str) else value or ():
+        require(isinstance(text, str), f"{name} holds {shorten(text)}; {remedy}", TypeError)
+        require(text != "", f"{name} holds ''; {remedy}")
 
 
 def check_device(name: str, value: Any) -> None:

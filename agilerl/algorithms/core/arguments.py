@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -36,6 +36,7 @@ from agilerl.algorithms.core.argument_rules import (
     check_network,
     check_pad_token_id,
     check_text,
+    check_texts,
 )
 from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.checks import (
@@ -154,6 +155,7 @@ class LLMArguments:
     min_output_tokens: int | None = argument(Number(0, integer=True, optional=True), None)
     max_model_len: int | None = argument(Number(2, integer=True, optional=True), 1024)
     hf_generate_chunk_size: int | None = argument(OPTIONAL_COUNT, None)
+    stop_sequences: str | Sequence[str] | None = argument(check_texts, None)
     lora_config: LoraConfig | None = argument(
         InstanceOf(LoraConfig, "a peft.LoraConfig"), None, resumed=False
     )
@@ -181,6 +183,11 @@ class LLMArguments:
     quantization_config: Any = argument(None, None, resumed=False, supported=False)
     activation_offload: bool = argument(FLAG, False, supported=False)
     use_sequence_packing: bool = argument(FLAG, False, supported=False)
+
+    def stop_texts(self) -> tuple[str, ...]:
+        """``stop_sequences``, also where it is a single one or None."""
+        texts = self.stop_sequences
+        return (texts,) if isinstance(texts, str) else tuple(texts or ())
 
     @classmethod
     def argument_table(cls) -> dict[str, Argument]:

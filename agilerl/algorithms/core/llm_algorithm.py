@@ -115,6 +115,7 @@ class LLMAlgorithm(LoRAAgent):
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             min_new_tokens=self.min_output_tokens or 0,
+            stop_sequences=self.stop_texts(),
             chunk_size=self.hf_generate_chunk_size,
             left_padding=self.calc_position_embeddings,
         )

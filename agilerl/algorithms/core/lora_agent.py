@@ -118,6 +118,7 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
             backend="vllm" if self.use_vllm else "hf",
             vllm=self.vllm_config,
             model_name=self.model_name,
+            stop_sequences=self.stop_texts(),
             max_model_len=self.max_model_len,
             offload_base=self.use_memory_efficient_params,
             seed=self.seed,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from agilerl.distributed import Ranks
 from agilerl.llm.generation import Generator
 from agilerl.llm.generation.hf import HFGenerator
+from agilerl.llm.generation.stop_sequences import required_tokenizer
 from agilerl.llm.generation.vllm.build import build_vllm_generator
 from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.policy import Policy
@@ -23,6 +24,7 @@ class GeneratorSettings:
     """None: the defaults."""
     model_name: str | None = None
     """That the base was loaded by."""
+    stop_sequences: tuple[str, ...] = ()
     max_model_len: int | None = None
     """Longest row; None: what the model's configuration says."""
     offload_base: bool = False
@@ -31,7 +33,7 @@ class GeneratorSettings:
 
 
 GENERATORS: dict[str, Callable[[Policy, GeneratorSettings, Ranks], Generator]] = {
-    "hf": lambda policy, settings, ranks: HFGenerator(policy),
+    "hf": lambda policy, settings, ranks: HFGenerator(policy, settings.model_name),
     "vllm": lambda policy, settings, ranks: build_vllm_generator(
         policy,
         settings.vllm or VLLMConfig(),
@@ -49,7 +51,11 @@ def build_generator(policy: Policy, settings: GeneratorSettings, ranks: Ranks) -
     """The generator for an agent's arguments; all ranks together.
 
     Raises:
-        ValueError: If the backend cannot serve the policy's model.
+        ValueError: If the backend cannot serve the policy's model, or the model has no tokenizer
+            to find stop sequences with.
         EngineError: If an engine does not start.
     """
+    if settings.stop_sequences:
+        names = settings.model_name, policy.base.model.name_or_path
+        required_tokenizer("stop_sequences", settings.stop_sequences, *names)
     return GENERATORS[settings.backend](policy, settings, ranks)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from tokenizers import Tokenizer
 from transformers.cache_utils import Cache
 
 from agilerl.llm.causal_lm import LogitHead
@@ -19,6 +20,7 @@ from agilerl.llm.generation.cached_decoder import CachedDecoder, LeftPadded
 from agilerl.llm.generation.kv_cache import LayerTensors, growing_cache, layers_of
 from agilerl.llm.generation.random_numbers import BLOCK
 from agilerl.llm.generation.sampling import next_tokens, penalise, scaled_logps
+from agilerl.llm.generation.stop_sequences import StopSequenceMatcher
 
 # Finished rows leave once they are this share of the batch; moving the cache for each one would
 # cost more.
@@ -91,12 +93,26 @@ class _Rows:
 
 
 class DecodingLoop:
-    """Completes batches with one model and one way of sampling."""
+    """Completes batches with one model and one way of sampling.
+
+    Args:
+        model: Runs tokens against cached keys and values.
+        head: From hidden states to logits.
+        device: The model's.
+        sampling: How tokens are drawn.
+        tokenizer: Finds the stop sequences; None: there are none.
+    """
 
     def __init__(
-        self, model: CachedDecoder, head: LogitHead, device: torch.device, sampling: SamplingConfig
+        self,
+        model: CachedDecoder,
+        head: LogitHead,
+        device: torch.device,
+        sampling: SamplingConfig,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.model, self.head, self.device, self.sampling = model, head, device, sampling
+        self.tokenizer = tokenizer
         self.eos = torch.tensor(sampling.eos_token_ids, device=device)
 
     def run(
@@ -116,6 +132,7 @@ class DecodingLoop:
         cache = growing_cache(longest) if cache is None else cache
         rows, logits = self._prefill(batch, cache)
         output = _Output(len(batch.limits), longest, self.sampling, self.device)
+        stops = self._stop_sequences(batch)
         cached: list[CachedRows] = []
         uniforms: torch.Tensor | None = None
         for step in range(longest):
@@ -129,6 +146,8 @@ class DecodingLoop:
             )
             output.add(rows, step, token, logits)
             rows.unfinished &= ~torch.isin(token, self.eos) & (step + 1 < rows.limits)
+            if stops is not None:
+                _end_stopped(rows, token, step, stops)
             left = int(rows.unfinished.sum())
             if left == 0:
                 break
@@ -140,6 +159,15 @@ class DecodingLoop:
         if keep_cache:
             cached.append(_remaining(rows, cache))
         return BatchCompletions(*output.rows(), cached)
+
+    def _stop_sequences(self, batch: PromptBatch) -> StopSequenceMatcher | None:
+        if self.tokenizer is None:
+            return None
+        prompts = [batch.prompts[index] for index in batch.prompt_index]
+        settings = self.sampling
+        return StopSequenceMatcher(
+            self.tokenizer, settings.stop_sequences, prompts, settings.min_new_tokens
+        )
 
     def _prefill(self, batch: PromptBatch, cache: Cache) -> tuple[_Rows, torch.Tensor]:
         """Run what ``cache`` lacks of each prompt; expand it and the first logits over the rows."""
@@ -225,6 +253,13 @@ class _Output:
     def _without_padding(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         columns = torch.cat([block.cpu() for block in blocks], dim=1)
         return [row[:n].clone() for row, n in zip(columns, self.lengths.tolist(), strict=True)]
+
+
+def _end_stopped(rows: _Rows, token: torch.Tensor, step: int, stops: StopSequenceMatcher) -> None:
+    """Finish the rows whose tokens ``(N,)`` complete a stop sequence."""
+    live = rows.unfinished.nonzero().squeeze(1)
+    stopped = stops.completes(rows.ids[live].tolist(), token[live].tolist(), step)
+    rows.unfinished[live] = ~torch.tensor(stopped, dtype=torch.bool, device=token.device)
 
 
 def _compact(rows: _Rows, token: torch.Tensor, cache: Cache) -> tuple[_Rows, torch.Tensor]:

@@ -21,6 +21,7 @@ from dataclasses import replace
 from itertools import groupby
 
 import torch
+from tokenizers import Tokenizer
 from transformers.cache_utils import Cache
 
 from agilerl.llm.config import SamplingConfig
@@ -32,6 +33,7 @@ from agilerl.llm.generation.merged_weights import rollout_head, rollout_weights
 from agilerl.llm.generation.prefix_cache import PrefixCache, id_bytes
 from agilerl.llm.generation.probe import decoding_support
 from agilerl.llm.generation.random_numbers import Uniforms
+from agilerl.llm.generation.stop_sequences import required_tokenizer
 from agilerl.llm.policy import Policy
 
 # Sequences of a chunk where its size is not set.
@@ -43,6 +45,7 @@ class HFGenerator:
 
     Args:
         policy: Whose weights and role to generate with, until :meth:`sync` names another.
+        model_name: That the base was loaded by; its tokenizer finds stop sequences.
 
     Raises:
         ValueError: If the model cannot be continued from keys and values.
@@ -50,8 +53,8 @@ class HFGenerator:
 
     differs_from_trainer = False
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, model_name: str | None = None) -> None:
+        self.policy, self._model_name = policy, model_name
         self._support = decoding_support(policy)
         # Only in a session: while weights stay the same, its entries stay valid.
         self._prefix_cache: PrefixCache | None = None
@@ -96,7 +99,8 @@ class HFGenerator:
         """Complete ``prompts``; see :class:`agilerl.llm.generation.Generator`.
 
         Raises:
-            ValueError: If a prompt leaves no room for output.
+            ValueError: If a prompt leaves no room for output; or there are stop sequences, but no
+                tokenizer beside the model.
             RuntimeError: If the model's logits are not finite.
         """
         policy, support = self.policy, self._support
@@ -109,7 +113,9 @@ class HFGenerator:
                 left_padding=sampling.left_padding,
                 single_query=support.single_query,
             )
-            loop = DecodingLoop(decoder, rollout_head(policy), policy.device, sampling)
+            loop = DecodingLoop(
+                decoder, rollout_head(policy), policy.device, sampling, self._tokenizer(sampling)
+            )
             if self._prefix_cache is None:
                 request.complete(loop)
             elif request.fits_one_chunk and sampling.left_padding:
@@ -118,6 +124,15 @@ class HFGenerator:
                 self._prefix_cache.clear()
                 request.complete(loop)
         return Completions(request.tokens, request.logps if sampling.return_logps else None)
+
+    def _tokenizer(self, sampling: SamplingConfig) -> Tokenizer | None:
+        texts, names = (
+            sampling.stop_sequences,
+            (self._model_name, self.policy.base.model.name_or_path),
+        )
+        if not texts:
+            return None
+        return required_tokenizer("stop_sequences", texts, *names).backend_tokenizer
 
     def close(self) -> None:
         """Nothing is held outside of sessions."""

@@ -6,11 +6,13 @@ import logging
 import shutil
 import tempfile
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 from agilerl.checks import require
 from agilerl.distributed import Ranks
 from agilerl.llm.causal_lm import context_length
+from agilerl.llm.generation.stop_sequences import find_tokenizer, required_tokenizer
 from agilerl.llm.generation.vllm import probe
 from agilerl.llm.generation.vllm.colocated import ColocatedEngine, engine_settings
 from agilerl.llm.generation.vllm.config import VLLMConfig
@@ -58,14 +60,19 @@ def build_vllm_generator(
         f"{ranks.world_size} training processes, each with an engine on its own device; use 1, or "
         "vLLM servers (vllm_config.server_urls)",
     )
+    if config.stop_sequences:
+        names = model_name, base.model.name_or_path
+        required_tokenizer("vllm_config.stop_sequences", config.stop_sequences, *names)
     shared = _engines.setdefault(base, weakref.WeakValueDictionary())
     length = max(max_model_len or context_length(base.model), probe.LENGTH + 1)
-    key = (config, model_name, length)
+    # What only requests carry leaves the engine the same.
+    served = replace(config, stop_sequences=None, presence_penalty=0.0, frequency_penalty=0.0)
+    key = (served, model_name, length)
     engine = shared.get(key)
     if engine is None or engine.ended:
         engine = _start(base, config, model_name, length, seed)
         shared[key] = engine
-    return VLLMGenerator(policy, engine, config, offload_base=offload_base)
+    return VLLMGenerator(policy, engine, config, offload_base=offload_base, model_name=model_name)
 
 
 def _start(
@@ -80,9 +87,11 @@ def _start(
             tensors = {n: t.detach().cpu().contiguous() for n, t in base_tensors(model).items()}
             model.save_pretrained(saved, state_dict=tensors)
         path = saved
+    tokenizer = find_tokenizer(model_name, model.name_or_path)
     settings = engine_settings(
         config,
         str(Path(path).resolve()) if Path(path).is_dir() else path,
+        None if tokenizer is None else tokenizer.name_or_path,
         str(model.dtype).removeprefix("torch."),
         length,
         seed % 2**32,

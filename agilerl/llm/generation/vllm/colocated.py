@@ -34,9 +34,19 @@ EXTENSION = "agilerl.llm.generation.vllm.sampler_extension.TrainerLogprobs"
 
 
 def engine_settings(
-    config: VLLMConfig, model: str, dtype: str, max_model_len: int, seed: int, *, on_gpu: bool
+    config: VLLMConfig,
+    model: str,
+    tokenizer: str | None,
+    dtype: str,
+    max_model_len: int,
+    seed: int,
+    *,
+    on_gpu: bool,
 ) -> dict[str, Any]:
-    """Arguments of :class:`vllm.LLM`."""
+    """Arguments of :class:`vllm.LLM`.
+
+    Without a ``tokenizer`` there can be no stop sequences.
+    """
     eager = config.enforce_eager
     settings: dict[str, Any] = {
         "model": model,
@@ -51,7 +61,8 @@ def engine_settings(
         "enable_lora": True,
         "max_lora_rank": _allowed_rank(config.max_lora_rank),
         "max_loras": config.max_loras,
-        "skip_tokenizer_init": not config.stop_sequences,
+        "tokenizer": tokenizer,
+        "skip_tokenizer_init": tokenizer is None,
         "generation_config": "vllm",  # the model's own would change the defaults of sampling
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,

@@ -91,7 +91,9 @@ def sampling_parameters(
     Ends of sequence are given as stop tokens, and the model's own are ignored, so that exactly the
     agent's end a completion and count for ``min_new_tokens``.
     """
-    stop = [*(sampling.stop_sequences or ()), *(config.stop_sequences or ())]
+    stop = [*sampling.stop_sequences, *(config.stop_sequences or ())]
+    # Kept in the completion, and found in the text of special tokens too, as without vLLM.
+    reading = {"include_stop_str_in_output": True, "skip_special_tokens": False}
     return {
         "n": samples,
         "seed": seed,
@@ -107,5 +109,5 @@ def sampling_parameters(
         "stop_token_ids": list(sampling.eos_token_ids),
         "ignore_eos": True,
         "logprobs": 0 if sampling.return_logps else None,
-        **({"stop": stop, "include_stop_str_in_output": True} if stop else {}),
+        **({"stop": stop, **reading} if stop else {}),
     }

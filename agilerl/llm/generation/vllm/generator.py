@@ -13,6 +13,7 @@ import torch
 from agilerl.checks import require
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation import Completions, new_token_limit
+from agilerl.llm.generation.stop_sequences import required_tokenizer
 from agilerl.llm.generation.vllm import probe
 from agilerl.llm.generation.vllm.adapter_files import AdapterFiles, check_served, current_tensors
 from agilerl.llm.generation.vllm.config import VLLMConfig
@@ -37,6 +38,7 @@ class VLLMGenerator:
         engine: Serves the policy's base.
         config: Timeouts, penalties and the probe's tolerance.
         offload_base: Move the trainer's base to host memory while the engine works.
+        model_name: That the base was loaded by.
 
     Attributes:
         sync_seconds: What bringing the adapter to the engine took last, probe included.
@@ -49,12 +51,19 @@ class VLLMGenerator:
     differs_from_trainer = True
 
     def __init__(
-        self, policy: Policy, engine: Engine, config: VLLMConfig, *, offload_base: bool = False
+        self,
+        policy: Policy,
+        engine: Engine,
+        config: VLLMConfig,
+        *,
+        offload_base: bool = False,
+        model_name: str | None = None,
     ) -> None:
         for role in policy.roles:
             check_served(policy.lora_configs[role], config.max_lora_rank)
         self.policy, self.engine, self.config = policy, engine, config
         self._offload_base = offload_base and policy.base.partition is None
+        self._model_name = model_name
         self._files = AdapterFiles(config.lora_staging_dir)
         self._served: StagedAdapter | None = None
         self._served_digest: str | None = None
@@ -147,9 +156,13 @@ class VLLMGenerator:
         servers, on which of them does.
 
         Raises:
-            ValueError: If a prompt leaves no room for output.
+            ValueError: If a prompt leaves no room for output; or there are stop sequences, but no
+                tokenizer beside the model.
             EngineError: The engine died or hangs.
         """
+        if sampling.stop_sequences:  # which vLLM ignores without a tokenizer
+            names = self._model_name, self.policy.base.model.name_or_path
+            required_tokenizer("stop_sequences", sampling.stop_sequences, *names)
         limits = [new_token_limit(prompt, sampling) for prompt in prompts]
         seeds = torch.randint(2**31, (len(prompts),), generator=rng).tolist()
         parameters = partial(sampling_parameters, sampling, self.config, samples_per_prompt)
