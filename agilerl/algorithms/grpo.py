@@ -246,8 +246,11 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             ``advantage_mean``, ``advantage_std``, ``completion_length`` (generated tokens),
             ``zero_variance_groups``, ``skipped_steps``, and with a correction
             ``importance_weight_mean``, ``importance_weight_max``, ``importance_weight_capped``,
-            ``importance_weight_nonfinite``. Ratio, entropy and clipping are over the rows that were
-            run: with ``beta=0`` those whose advantage is not zero.
+            ``importance_weight_nonfinite`` (the share of weights that are inf or nan) and
+            ``sampler_kl``, the KL divergence in nats from the sampler's policy to the trainer's:
+            the mean over tokens of Schulman's k3, in which those that are not finite count as 0.
+            Ratio, entropy, clipping and what is measured of the sampler are over the rows that
+            were run: with ``beta=0`` those whose advantage is not zero.
 
         Raises:
             ValueError: If shapes disagree, groups are incomplete, or a reward is not finite.

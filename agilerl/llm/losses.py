@@ -94,7 +94,7 @@ def clip_band(clip_coef: float | tuple[float, float]) -> tuple[float, float]:
 def k3(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
     """``exp(ref - logp) - (ref - logp) - 1``: estimates KL(policy || reference), never below 0."""
     delta = ref_logp - logp
-    return delta.exp() - delta - 1.0
+    return delta.expm1() - delta  # close to 0, exp(delta) would keep few of its digits
 
 
 def pooled_log_ratio(
@@ -242,10 +242,12 @@ def policy_loss(  # noqa: PLR0913 - the optional inputs are keyword-only
         sums, maxima = _ratio_metrics(ratio[mask], config.clip_band)
         if kl is not None:
             sums["mean_kl"] = kl[mask].sum()
-        if importance_weight is not None:
+        if sampling_logp is not None and importance_weight is not None:
             _add_correction_metrics(
                 sums, maxima, importance_weight[mask], config.importance_weight_cap
             )
+            sampler_kl = k3(sampling_logp[mask], old[mask])
+            sums["sampler_kl"] = torch.where(sampler_kl.isfinite(), sampler_kl, 0.0).sum()
     return weighted_loss(terms, mask, weights, sums, maxima)
 
 

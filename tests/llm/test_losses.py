@@ -333,6 +333,30 @@ def test_importance_weights_are_capped_and_not_finite_ones_count_as_zero() -> No
     assert terms.maxima["importance_weight_max"].item() == pytest.approx(3.0)
 
 
+def test_the_divergence_of_the_sampler_is_k3_of_its_samples() -> None:
+    mask = torch.tensor([[True, True, True, False]])
+    sampler = torch.tensor([[-1.0, -2.0, -0.5, -1.0]], dtype=torch.float64)
+    trainer = torch.tensor([[-1.5, -1.5, -0.5, -9.0]], dtype=torch.float64)
+    # w - log w - 1 for w = e^-0.5, e^0.5 and 1: 0.10653066 + 0.14872127 + 0.
+    settings = config("cispo", reduction="sum", importance_weight_cap=1.1)
+
+    def measured(sampling_logp: torch.Tensor) -> float:
+        given = {"advantages": mask.double(), "mask": mask, "old_logp": trainer}
+        terms, _ = evaluate(settings, trainer, **given, sampling_logp=sampling_logp)
+        return terms.sums["sampler_kl"].item()
+
+    assert measured(sampler) == pytest.approx(0.25525193, abs=1e-8)
+    assert measured(trainer) == 0.0
+    for odd in (math.inf, -math.inf, math.nan, -1000.0):
+        broken = sampler.clone()
+        broken[0, 0] = odd
+        assert measured(broken) == pytest.approx(0.14872127, abs=1e-8)
+    # Differences of float32's rounding are not lost in 1 + x, nor below 0.
+    close = sampler + torch.tensor([1e-4, -1e-4, 0.0, 0.0])
+    as_float32 = k3(sampler.float(), close.float()).sum()
+    assert as_float32.item() == pytest.approx(1e-8, rel=1e-2)
+
+
 def test_importance_weights_carry_no_gradient() -> None:
     settings = config("cispo", reduction="sum", importance_weight_cap=2.0)
     leaf = LOGP.clone().requires_grad_()
