@@ -19,6 +19,9 @@ from agilerl.llm.generation.vllm.engine import Answer, Request, Sample, StagedAd
 
 HEARTBEAT_SECONDS = 1.0
 
+left_behind: set[str] = set()
+"""Directories of a trainer that is killed, which nobody else would remove."""
+
 
 class Server:
     """Methods that the trainer calls by name."""
@@ -32,6 +35,7 @@ class Server:
 
     def load_adapter(self, adapter: StagedAdapter) -> None:
         """Serve an adapter from now on."""
+        left_behind.add(os.path.dirname(adapter.path))
         self.engine.add_lora(_lora_request(adapter))
 
     def unload_adapter(self, adapter: StagedAdapter) -> None:
@@ -121,17 +125,19 @@ def serve(connection: Connection) -> None:
             connection.send((number, "done", result))
 
 
-def _end_with_trainer(descriptor: int, staging: str) -> None:
+def _end_with_trainer(descriptor: int) -> None:
     """End at once when the trainer has died or closed its end of a pipe that nobody writes to."""
     os.read(descriptor, 1)
-    shutil.rmtree(staging, ignore_errors=True)
+    for directory in left_behind:
+        shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
 
 def main() -> None:
     """Arguments: descriptors of the socket and of the trainer's life line, the log's directory."""
-    descriptor, life_line, staging = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    threading.Thread(target=_end_with_trainer, args=(life_line, staging), daemon=True).start()
+    descriptor, life_line, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    left_behind.add(directory)
+    threading.Thread(target=_end_with_trainer, args=(life_line,), daemon=True).start()
     try:
         serve(Connection(descriptor))
     except EOFError:
