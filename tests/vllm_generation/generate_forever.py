@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import agent_on, prompts_of
+from vllm_agents import agent_on, prompts_of
 
 from agilerl.testing import load_bundled_model
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import CONFIG, HERE, agent_on, prompts_of, train
 from resume_helpers import make_agents, run_reasoning
 from transformers import PreTrainedModel
+from vllm_agents import CONFIG, agent_on, prompts_of, train
 
 from agilerl.algorithms import GRPO
 from agilerl.llm.generation.vllm.engine import EngineError
@@ -134,7 +134,7 @@ def test_another_base_is_caught(other_base: PreTrainedModel) -> None:
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "SIGINT"])
 def test_no_engine_outlives_its_trainer(end: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "generate_forever.py")],
+        [sys.executable, str(Path(__file__).with_name("generate_forever.py"))],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CONFIG
 from resume_helpers import (
     RUNS,
     After,
@@ -19,6 +18,7 @@ from resume_helpers import (
     seed_all,
 )
 from transformers import PreTrainedModel
+from vllm_agents import CONFIG
 
 from agilerl.algorithms import GRPO
 
@@ -47,3 +47,9 @@ def test_stopped_and_resumed(
     assert len(whole["rows"]) >= 6
     assert any(float(row["grad_norm"] or 0) > 0 for row in whole["rows"])
     assert not differences(whole, resumed)
+    # Log-probs of every turn stand where the actions do.
+    weights = [row["importance_weight_mean"] for row in whole["rows"]]
+    assert [float(weight) for weight in weights if weight] == pytest.approx(
+        [1.0] * sum(map(bool, weights)), abs=1e-3
+    )
+    assert any(weights)
