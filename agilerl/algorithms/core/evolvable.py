@@ -142,9 +142,11 @@ class EvolvableAlgorithm:
             wrapper_cls: Wraps every agent, as ``wrapper_cls(agent, **wrapper_kwargs)``.
             wrapper_kwargs: For the wrapper.
             **kwargs: Constructor arguments. Hyperparameters in ``hp_config`` are drawn within
-                their limits for each agent.
+                their limits for each agent. With ``use_vllm`` the members share one engine, and
+                ``vllm_config.max_loras`` is raised to ``size`` where it is smaller.
         """
         COUNT("size", size)
+        kwargs = cls.members_arguments(size, kwargs)
         search = kwargs.get("hp_config")
         InstanceOf(HyperparameterConfig, "a HyperparameterConfig")("hp_config", search)
         rng = random.Random(kwargs.get("seed", 42))
@@ -156,6 +158,16 @@ class EvolvableAlgorithm:
                 agent if wrapper_cls is None else wrapper_cls(agent, **(wrapper_kwargs or {}))
             )
         return agents
+
+    @classmethod
+    def members_arguments(cls, size: int, given: dict[str, Any]) -> dict[str, Any]:
+        """The constructor arguments of each of ``size`` members, from those :meth:`population` got.
+
+        Args:
+            size: Members.
+            given: The arguments; not changed.
+        """
+        return given
 
     @staticmethod
     def get_state_dim(observation_space: Any) -> tuple[Any, ...]:

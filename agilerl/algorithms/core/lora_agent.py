@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -23,6 +24,7 @@ from agilerl.llm.engine.build import build_engine
 from agilerl.llm.engine.local import LocalEngine, cosine_schedule, set_learning_rate
 from agilerl.llm.generation import Generator
 from agilerl.llm.generation.build import GeneratorSettings, build_generator
+from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.policy import Policy
 from agilerl.llm.update import SkippedSteps
 
@@ -301,6 +303,16 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
             twin.rng.set_state(self.rng.get_state())
         self.copy_attributes(self, twin)
         return twin
+
+    @classmethod
+    def members_arguments(cls, size: int, given: dict[str, Any]) -> dict[str, Any]:
+        """As given, but a vLLM engine that members share has room for an adapter of each."""
+        config = given.get("vllm_config")
+        cls.argument_table()["vllm_config"].check("vllm_config", config)
+        config = config or VLLMConfig()
+        if not given.get("use_vllm") or config.max_loras >= size:
+            return given
+        return {**given, "vllm_config": replace(config, max_loras=size)}
 
     def saved_arguments(self) -> dict[str, Any]:
         """The constructor's arguments that a checkpoint holds, as they are now."""

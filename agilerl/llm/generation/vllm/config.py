@@ -72,7 +72,7 @@ class VLLMConfig:
     max_lora_rank: int = 16
     """Largest rank of an adapter."""
     max_loras: int = 1
-    """Adapters held on the device; of a population at least its members."""
+    """Adapters held on the device; ``population`` raises it to the number of members."""
     stop_sequences: tuple[str, ...] | None = None
     """Texts that end a completion; see the agent's ``stop_sequences``."""
     presence_penalty: float = 0.0
