@@ -30,6 +30,7 @@ def rebuild(
     device: str | torch.device,
     accelerator: Accelerator | None,
     actor_network: PreTrainedModel | None,
+    **process: Any,
 ) -> Any:
     """Make an agent of class ``cls``; see ``LLMAlgorithm.load``."""
     ranks = ranks_of(accelerator)
@@ -56,7 +57,7 @@ def rebuild(
     if actor_network is None:
         actor_network = ranks.on_all_ranks(lambda: _saved_base(saved, arguments, device))
     arguments |= {"actor_network": actor_network, "device": device, "accelerator": accelerator}
-    agent = cls(**arguments)
+    agent = cls(**arguments, **process)
     fit(agent, saved, adapters_by_role(agent, saved)).restore()
     agent.set_attributes(state)
     return agent

@@ -21,6 +21,7 @@ from agilerl.algorithms.core.lora_agent import LoRAAgent
 from agilerl.distributed import ranks_of
 from agilerl.llm.causal_lm import context_length, eos_token_ids
 from agilerl.llm.config import ForwardConfig, SamplingConfig
+from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.typing import ActionResult, ReasoningPrompts
 
 if TYPE_CHECKING:
@@ -196,6 +197,9 @@ class LLMAlgorithm(LoRAAgent):
         device: str | torch.device = "cpu",
         accelerator: Accelerator | None = None,
         actor_network: PreTrainedModel | None = None,
+        *,
+        use_vllm: bool = False,
+        vllm_config: VLLMConfig | None = None,
     ) -> Self:
         """Rebuild an agent from a checkpoint: weights, optimizer, hyperparameters, history, RNG.
 
@@ -205,5 +209,10 @@ class LLMAlgorithm(LoRAAgent):
             accelerator: For distributed training.
             actor_network: The base model, where the checkpoint recorded neither a name to load
                 nor the full actor.
+            use_vllm: Generate with vLLM. Like the device it is no part of a checkpoint, and an
+                agent that was trained with vLLM is loaded without unless this is set.
+            vllm_config: How vLLM is run; None: ``VLLMConfig()``.
         """
-        return rebuild(cls, Path(path), device, accelerator, actor_network)
+        given = use_vllm or vllm_config is not None
+        vllm = {"use_vllm": use_vllm, "vllm_config": vllm_config} if given else {}
+        return rebuild(cls, Path(path), device, accelerator, actor_network, **vllm)

@@ -67,8 +67,8 @@ def required_tokenizer(
         raise ValueError(
             f"{argument} is {tuple(texts)}, and finding texts takes the model's tokenizer, but "
             f"there is no fast one beside the model ({places}): save both into one directory "
-            "(model.save_pretrained, tokenizer.save_pretrained) and pass it as model_name, or "
-            f"leave {argument} unset"
+            "(model.save_pretrained, tokenizer.save_pretrained) and load the model from there, by "
+            f"model_name or from_pretrained, or leave {argument} unset"
         )
     return tokenizer
 

@@ -14,6 +14,7 @@ from agilerl.distributed import Ranks
 from agilerl.llm.causal_lm import context_length
 from agilerl.llm.generation.stop_sequences import find_tokenizer, required_tokenizer
 from agilerl.llm.generation.vllm import probe
+from agilerl.llm.generation.vllm.adapter_files import check_served
 from agilerl.llm.generation.vllm.colocated import ColocatedEngine, engine_settings
 from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.generation.vllm.engine import Engine
@@ -60,6 +61,8 @@ def build_vllm_generator(
         f"{ranks.world_size} training processes, each with an engine on its own device; use 1, or "
         "vLLM servers (vllm_config.server_urls)",
     )
+    for role in policy.roles:
+        check_served(policy.lora_configs[role], config.max_lora_rank)
     if config.stop_sequences:
         names = model_name, base.model.name_or_path
         required_tokenizer("vllm_config.stop_sequences", config.stop_sequences, *names)

@@ -15,7 +15,7 @@ from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation import Completions, new_token_limit
 from agilerl.llm.generation.stop_sequences import required_tokenizer
 from agilerl.llm.generation.vllm import probe
-from agilerl.llm.generation.vllm.adapter_files import AdapterFiles, check_served, current_tensors
+from agilerl.llm.generation.vllm.adapter_files import AdapterFiles, current_tensors
 from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.generation.vllm.engine import (
     Answer,
@@ -43,9 +43,6 @@ class VLLMGenerator:
     Attributes:
         sync_seconds: What bringing the adapter to the engine took last, probe included.
         probe_difference: What the last probe found, in nats; nan before the first.
-
-    Raises:
-        ValueError: If vLLM cannot serve the policy's adapters.
     """
 
     differs_from_trainer = True
@@ -59,8 +56,6 @@ class VLLMGenerator:
         offload_base: bool = False,
         model_name: str | None = None,
     ) -> None:
-        for role in policy.roles:
-            check_served(policy.lora_configs[role], config.max_lora_rank)
         self.policy, self.engine, self.config = policy, engine, config
         self._offload_base = offload_base and policy.base.partition is None
         self._model_name = model_name
