@@ -76,7 +76,7 @@ def test_a_hang_ends_in_an_error(impatient: GRPO, other_base: PreTrainedModel) -
     process.suspend()
     started = time.monotonic()
     with pytest.raises(EngineError, match=rf"process {process.pid}\) made no progress for 2 s"):
-        impatient.get_action(prompts_of(3))
+        impatient.get_action(prompts_of(*[100] * 3000))  # more than fits into the socket
     assert time.monotonic() - started < 20
     assert is_gone(process.pid)
     with pytest.raises(EngineError, match="has ended"):
@@ -114,10 +114,10 @@ def test_a_run_whose_engine_dies_keeps_what_was_trained(
 
 def test_an_engine_that_does_not_start(other_base: PreTrainedModel, tmp_path: Path) -> None:
     config = replace(CONFIG, vllm_model_name_or_path=str(tmp_path))
-    children = psutil.Process().children()
+    children = set(psutil.Process().children())
     with pytest.raises(EngineError, match=r"failed: .*\n"):
         agent_on(other_base, vllm_config=config)
-    assert psutil.Process().children() == children
+    assert set(psutil.Process().children()) <= children
     assert all(not name.startswith("base_model") for name in other_base.state_dict())
 
 

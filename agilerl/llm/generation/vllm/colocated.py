@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -68,8 +69,8 @@ def engine_settings(
         "disable_log_stats": True,
         "seed": seed,
     }
-    if config.kv_cache_memory_bytes is not None:
-        settings["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+    if config.kv_cache_memory_bytes is not None or not on_gpu:
+        settings["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes or 2**30
     if on_gpu:
         settings["gpu_memory_utilization"] = config.gpu_memory_utilization
         settings["enable_sleep_mode"] = config.sleep_mode
@@ -99,6 +100,7 @@ class ColocatedEngine:
         if config.sleep_mode and not self._sleeps:
             logger.info("sleep_mode has no effect on %s: vLLM has no sleep there", device.type)
         self._users, self._call = 0, 0
+        self._sending = threading.Lock()
         self._directory = Path(tempfile.mkdtemp(prefix="agilerl-vllm-"))
         self._connection, theirs = Pipe()
         # Nobody writes to it: its end tells the engine that the trainer has ended.
@@ -117,7 +119,14 @@ class ColocatedEngine:
         theirs.close()
         os.close(life_line)
         self.close = weakref.finalize(
-            self, _end, self._process, self._connection, held, self._directory
+            self,
+            _end,
+            os.getpid(),
+            self._process,
+            self._connection,
+            self._sending,
+            held,
+            self._directory,
         )
         self._send(settings)
         try:
@@ -132,6 +141,11 @@ class ColocatedEngine:
     def ended(self) -> bool:
         """Whether the process is gone."""
         return self._process.poll() is not None
+
+    @property
+    def sleep_level(self) -> int:
+        """How deeply it sleeps between rollouts; 0: not at all."""
+        return self._config.sleep_mode_level if self._sleeps else 0
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -165,18 +179,22 @@ class ColocatedEngine:
 
     def _send(self, *message: Any) -> None:
         self._call += 1
-        try:
-            self._connection.send((self._call, *message))
-        except OSError as error:
-            self._fail("has ended", error)
+        content = (self._call, *message)
+
+        def send() -> None:
+            # One that waits for a hung engine ends with it; `_wait` tells the caller.
+            with self._sending, contextlib.suppress(OSError):
+                self._connection.send(content)
+
+        threading.Thread(target=send, daemon=True).start()
 
     def _wait(self, timeout: float) -> Any:
         """The answer to what was sent last; ``timeout`` seconds without a sign of life end it."""
         deadline = time.monotonic() + timeout
         while True:
-            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                self._fail(f"made no progress for {timeout:g} s, and was ended")
             try:
+                if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                    self._fail(f"made no progress for {timeout:g} s, and was ended")
                 call, kind, result = self._connection.recv()
             except (EOFError, OSError) as error:
                 self._fail("has ended", error)
@@ -232,15 +250,22 @@ def _environment(config: VLLMConfig, device: torch.device) -> dict[str, str]:
     else:
         # Trainer and engine work in turns, so neither is bound to cores of its own.
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     return environment
 
 
 def _end(
-    process: subprocess.Popen[bytes], connection: Connection, held: int, directory: Path
+    owner: int,
+    process: subprocess.Popen[bytes],
+    connection: Connection,
+    sending: threading.Lock,
+    life_line: int,
+    directory: Path,
 ) -> None:
-    connection.close()
-    os.close(held)
+    if os.getpid() != owner:  # a fork of the trainer ends, whose engine it is
+        return
     process.kill()
     process.wait()
+    with sending:  # what could not be sent has failed now
+        connection.close()
+    os.close(life_line)
     shutil.rmtree(directory, ignore_errors=True)

@@ -62,6 +62,11 @@ class Engine(Protocol):
         """Whether it can serve nothing any more."""
         ...
 
+    @property
+    def sleep_level(self) -> int:
+        """0: it never sleeps; 1: all comes back; 2: its adapters are lost with every sleep."""
+        ...
+
     def awake(self) -> AbstractContextManager[None]:
         """Within it the engine holds its memory; may be nested."""
         ...

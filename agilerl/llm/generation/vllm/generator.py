@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -27,8 +26,6 @@ from agilerl.llm.generation.vllm.engine import (
 )
 from agilerl.llm.policy import Policy
 
-logger = logging.getLogger(__name__)
-
 
 class VLLMGenerator:
     """Generates with a vLLM engine, which gets a policy's adapter before a rollout if it changed.
@@ -41,7 +38,8 @@ class VLLMGenerator:
         model_name: That the base was loaded by.
 
     Attributes:
-        sync_seconds: What bringing the adapter to the engine took last, probe included.
+        sync_seconds: What the start of the last session took: waking the engine, bringing it the
+            adapter, the probe.
         probe_difference: What the last probe found, in nats; nan before the first.
     """
 
@@ -91,51 +89,50 @@ class VLLMGenerator:
         if self._in_session:
             yield
             return
+        started = time.perf_counter()
         tensors, digest = current_tensors(self.policy)
-        changed = digest != self._served_digest
-        probing = changed and self.config.probes
+        # A wake is no reason to trust what was served before; from level 2 nothing comes back.
+        sleep_level = self.engine.sleep_level
+        changed = digest != self._served_digest or sleep_level == 2
+        probing = self.config.probes and (changed or sleep_level > 0)
         # Before the base leaves the device.
         expected = probe.expected_logprobs(self.policy) if probing else None
         offloaded = self.policy.base.offloaded() if self._offload_base else contextlib.nullcontext()
         with offloaded, self.engine.awake():
             if changed:
-                self._serve(tensors, digest, expected)
+                self._served_digest = None  # until all of it has worked
+                self._serve(tensors)
+            if expected is not None:
+                self._probe(expected)
+            self._served_digest = digest
+            self.sync_seconds = time.perf_counter() - started
             self._in_session = True
             try:
                 yield
             finally:
                 self._in_session = False
 
-    def _serve(
-        self, tensors: dict[str, torch.Tensor], digest: str, expected: probe.Expected | None
-    ) -> None:
+    def _serve(self, tensors: dict[str, torch.Tensor]) -> None:
         """Have the engine serve a new version of the adapter in place of the last."""
-        started = time.perf_counter()
-        self._served_digest = None  # until all of it has worked
         adapter = self._files.write(self.policy, tensors)
         self.engine.load_adapter(adapter)
         if self._served is not None:
             self.engine.unload_adapter(self._served)
             self._files.remove(self._served)
         self._served = adapter
-        if expected is not None:
-            base = self.policy.base.model
-            sequence = probe.probe_sequence(base.config.get_text_config().vocab_size)
-            request = Request(sequence, probe.probe_parameters(), adapter)
-            (answer,) = self.engine.complete([request])
-            dtype = str(base.dtype).removeprefix("torch.")
-            self.probe_difference = probe.compare(
-                expected, answer, self.config, dtype, self._last_probe
-            )
-            self._last_probe = expected, answer
-        self._served_digest = digest
-        self.sync_seconds = time.perf_counter() - started
-        logger.debug(
-            "vLLM serves %s after %.3f s; log-probs differ by %.2g nats",
-            adapter.name,
-            self.sync_seconds,
-            self.probe_difference,
+
+    def _probe(self, expected: probe.Expected) -> None:
+        """Compare what the engine computes with what the trainer does."""
+        assert self._served is not None
+        base = self.policy.base.model
+        sequence = probe.probe_sequence(base.config.get_text_config().vocab_size)
+        request = Request(sequence, probe.probe_parameters(), self._served)
+        (answer,) = self.engine.complete([request])
+        dtype = str(base.dtype).removeprefix("torch.")
+        self.probe_difference = probe.compare(
+            expected, answer, self.config, dtype, self._last_probe
         )
+        self._last_probe = expected, answer
 
     def generate(
         self,
