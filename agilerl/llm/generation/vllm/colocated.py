@@ -30,7 +30,7 @@ from agilerl.llm.generation.vllm.engine import Answer, EngineError, Request, Sta
 
 logger = logging.getLogger(__name__)
 
-LOG_LINES = 20
+LOG_LINES, LINE_LENGTH = 20, 500
 EXTENSION = "agilerl.llm.generation.vllm.sampler_extension.TrainerLogprobs"
 
 
@@ -74,6 +74,12 @@ def engine_settings(
     if on_gpu:
         settings["gpu_memory_utilization"] = config.gpu_memory_utilization
         settings["enable_sleep_mode"] = config.sleep_mode
+    else:
+        # Prompts run whole: vLLM cannot take back the random numbers that a part of one drew,
+        # because torch's generator has no offset on a CPU.
+        settings["enable_chunked_prefill"] = False
+        # Whole blocks are shared: of 128 tokens, the default here, short prompts fill none.
+        settings["block_size"] = 32
     return settings
 
 
@@ -222,7 +228,9 @@ class ColocatedEngine:
         ended = f" (exit status {code})" if code is not None else ""
         with contextlib.suppress(OSError):
             text = (self._directory / "engine.log").read_text(errors="replace")
-            what += f"{ended}. Its last log lines:\n" + "\n".join(text.splitlines()[-LOG_LINES:])
+            # vLLM logs the whole batch that it failed on, in one line.
+            lines = [line[:LINE_LENGTH] for line in text.splitlines()[-LOG_LINES:]]
+            what += f"{ended}. Its last log lines:\n" + "\n".join(lines)
         raise EngineError(f"the vLLM engine (process {self._process.pid}) {what}") from cause
 
 

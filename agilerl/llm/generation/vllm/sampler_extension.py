@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 
@@ -79,3 +80,6 @@ def _sample_scaled_v2(
 Sampler.forward = _forward_scaled
 SamplerV2.__call__ = _call_scaled_v2
 SamplerV2.sample = _sample_scaled_v2
+
+if current_platform.is_cpu():
+    import agilerl.llm.generation.vllm.cpu_lora  # noqa: F401 - replaces functions of vLLM
