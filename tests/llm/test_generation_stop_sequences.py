@@ -11,6 +11,7 @@ import torch
 from generation_helpers import sampling_of
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models
+from tokenizers.decoders import DecodeStream
 from transformers import AutoModelForCausalLM
 
 from agilerl.llm.generation import Completions
@@ -212,6 +213,23 @@ def test_invalid_bytes_are_read_on() -> None:
     # A character of the noise may still be open.
     end = [matcher.completes([0], [ord(c)], 2000)[0] for c in "    ab"]
     assert end == [False] * 5 + [True]
+
+
+def test_bytes_that_change_what_was_read_before() -> None:
+    """With byte fallback a space alone can; the decoder then refuses, and is started anew."""
+    pieces = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257, "b": 258}
+    core = Tokenizer(models.BPE(vocab=pieces, merges=[], byte_fallback=True))
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    matcher = StopSequenceMatcher(core, ("ab",), [ids("x")])
+    rng = torch.Generator().manual_seed(0)
+    noise = torch.randint(128, 257, (500,), generator=rng).tolist()
+    with pytest.raises(Exception, match="Invalid prefix"):
+        stream = DecodeStream()
+        for token in noise:
+            stream.step(core, token)
+    assert not any(matcher.completes([0], [token], step)[0] for step, token in enumerate(noise))
+    end = [matcher.completes([0], [token], 500)[0] for token in (256, 256, 257, 258)]
+    assert end == [False] * 3 + [True]
 
 
 def test_no_tokenizer_beside_the_model(tmp_path: Path) -> None:

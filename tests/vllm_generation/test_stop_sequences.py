@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,3 +128,11 @@ def with_noise(agent: GRPO) -> GRPO:
     for parameter in agent.policy.parameters("actor").values():
         parameter.copy_(torch.randn(parameter.shape, generator=rng) * 0.1)
     return agent
+
+
+def test_any_stream_of_tokens_stops_where_vllms_detokenizer_does() -> None:
+    script = Path(__file__).parent / "compare_stops.py"
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    stopped = int(ran.stdout.splitlines()[-1].split()[0])
+    assert 200 < stopped < 800
