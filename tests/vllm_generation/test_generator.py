@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
-from vllm_agents import CONFIG, agent_on, prompts_of, train
+from vllm_agents import CONFIG, agent_on, prompts_of, train, twin_with_hf
 
 from agilerl.algorithms import GRPO
 from agilerl.llm.generation.vllm import colocated
@@ -17,19 +17,6 @@ from agilerl.llm.generation.vllm.engine import StagedAdapter
 from agilerl.llm.generation.vllm.probe import PolicyMismatchError
 
 MakeAgent = Callable[..., GRPO]
-
-
-def twin_with_hf(agent: GRPO, base: PreTrainedModel) -> GRPO:
-    """An agent with the same adapter that generates with transformers."""
-    twin = agent_on(base, use_vllm=False, vllm_config=None)
-    for role in agent.policy.roles:
-        for mine, theirs in zip(
-            twin.policy.parameters(role).values(),
-            agent.policy.parameters(role).values(),
-            strict=True,
-        ):
-            mine.data.copy_(theirs)
-    return twin
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -58,6 +45,14 @@ def test_more_rows_than_the_engine_runs_at_a_time_come_back_in_order(
     assert all(torch.equal(*pair) for pair in zip(together[::9], alone, strict=True))
     for prompt, row in zip(prompts, together, strict=True):
         assert torch.equal(row[:, : prompt["input_ids"].shape[1]], prompt["input_ids"])
+
+
+def test_sampled_prompts_of_more_tokens_than_one_forward_takes(make_agent: MakeAgent) -> None:
+    """The CPU build of vLLM ended when it ran a prompt in parts."""
+    agent = make_agent(temperature=1.5)
+    prompts = prompts_of(*[101] * 64)
+    for prompt, row in zip(prompts, agent.get_action(prompts).completion_ids, strict=True):
+        assert (row[:, :101] == prompt["input_ids"]).all()
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])

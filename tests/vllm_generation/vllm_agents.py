@@ -45,3 +45,16 @@ def train(agent: GRPO, steps: int = 1, seed: int = 0) -> dict[str, float]:
         rewards = torch.rand(2, agent.group_size, generator=rng)
         found = agent.learn((*action, rewards), sampling_logps=action.sampling_logps)
     return found
+
+
+def twin_with_hf(agent: GRPO, base: PreTrainedModel) -> GRPO:
+    """An agent with the same adapter that generates with transformers."""
+    twin = agent_on(base, use_vllm=False, vllm_config=None)
+    for role in agent.policy.roles:
+        for mine, theirs in zip(
+            twin.policy.parameters(role).values(),
+            agent.policy.parameters(role).values(),
+            strict=True,
+        ):
+            mine.data.copy_(theirs)
+    return twin

@@ -54,11 +54,12 @@ def build_vllm_generator(
     Raises:
         ImportError: If vLLM is not installed.
         ValueError: If vLLM cannot serve the policy.
-        EngineError: If the engine does not start.
+        EngineError: If the engine does not start, or a server is not reachable.
+        ImportError: If there are servers, and a package to speak with them is missing.
     """
     base = policy.base
     require(
-        config.tensor_parallel_size == 1 or ranks.world_size == 1,
+        config.tensor_parallel_size == 1 or ranks.world_size == 1 or config.server_urls is not None,
         f"vllm_config.tensor_parallel_size is {config.tensor_parallel_size}, but there are "
         f"{ranks.world_size} training processes, each with an engine on its own device; use 1, or "
         "vLLM servers (vllm_config.server_urls)",
@@ -72,7 +73,10 @@ def build_vllm_generator(
     length = max(max_model_len or context_length(base.model), probe.LENGTH + 1)
     batched = config.max_num_batched_tokens
     require(
-        batched is None or batched >= length or base.device.type == "cuda",
+        batched is None
+        or batched >= length
+        or base.device.type == "cuda"
+        or config.server_urls is not None,
         f"vllm_config.max_num_batched_tokens is {batched}; without a GPU vLLM runs prompts whole, "
         f"so it must be at least max_model_len, which is {length}, or None",
     )
@@ -81,9 +85,23 @@ def build_vllm_generator(
     key = (served, model_name, length)
     engine = shared.get(key)
     if engine is None or engine.ended:
-        engine = _start(base, config, model_name, length, seed)
+        if config.server_urls is not None:
+            engine = _server_pool(config, length)
+        else:
+            engine = _start(base, config, model_name, length, seed)
         shared[key] = engine
     return VLLMGenerator(policy, engine, config, offload_base=offload_base, model_name=model_name)
+
+
+def _server_pool(config: VLLMConfig, max_model_len: int) -> Engine:
+    try:
+        from agilerl.llm.generation.vllm.servers import ServerPool
+    except ImportError as error:
+        raise ImportError(
+            f"vllm_config.server_urls needs httpx and tenacity ({error}): pip install httpx "
+            "tenacity, or with vLLM itself pip install 'agilerl[vllm]'"
+        ) from error
+    return ServerPool(config, max_model_len)
 
 
 def _start(

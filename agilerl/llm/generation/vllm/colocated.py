@@ -179,6 +179,10 @@ class ColocatedEngine:
         answers: list[Answer] = self._ask("complete", list(requests))
         return answers
 
+    def complete_on_each(self, request: Request) -> dict[str, Answer]:
+        """The one engine's answer."""
+        return {"vLLM": self.complete([request])[0]}
+
     def _ask(self, method: str, *arguments: Any) -> Any:
         self._send(method, arguments)
         return self._wait(self._config.request_timeout)

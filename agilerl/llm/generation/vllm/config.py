@@ -112,6 +112,12 @@ class VLLMConfig:
             self.server_urls is None or len(self.server_urls) > 0,
             "server_urls is empty; name at least one server, or leave it None",
         )
+        bad = [url for url in self.server_urls or () if not url.startswith(("http://", "https://"))]
+        require(
+            not bad,
+            f"server_urls holds {bad!r}; it must be made of addresses such as "
+            '"http://127.0.0.1:8000"',
+        )
         require(
             self.server_urls is None or self.lora_staging_dir is not None,
             "server_urls needs lora_staging_dir: a directory that trainer and servers share under "

@@ -87,6 +87,10 @@ class Engine(Protocol):
         """
         ...
 
+    def complete_on_each(self, request: Request) -> dict[str, Answer]:
+        """The answer of every engine behind this one, by what to call it in a sentence."""
+        ...
+
 
 def sampling_parameters(
     sampling: SamplingConfig, config: VLLMConfig, samples: int, max_tokens: int, seed: int

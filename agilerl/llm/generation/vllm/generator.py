@@ -60,7 +60,7 @@ class VLLMGenerator:
         self._files = AdapterFiles(config.lora_staging_dir)
         self._served: StagedAdapter | None = None
         self._served_digest: str | None = None
-        self._last_probe: tuple[probe.Expected, Answer] | None = None
+        self._last_probe: dict[str, tuple[probe.Expected, Answer]] = {}
         self._in_session = False
         self.sync_seconds, self.probe_difference = 0.0, float("nan")
 
@@ -127,12 +127,14 @@ class VLLMGenerator:
         base = self.policy.base.model
         sequence = probe.probe_sequence(base.config.get_text_config().vocab_size)
         request = Request(sequence, probe.probe_parameters(), self._served)
-        (answer,) = self.engine.complete([request])
+        answers = self.engine.complete_on_each(request)
         dtype = str(base.dtype).removeprefix("torch.")
-        self.probe_difference = probe.compare(
-            expected, answer, self.config, dtype, self._last_probe
+        last = self._last_probe
+        self.probe_difference = max(
+            probe.compare(name, expected, answer, self.config, dtype, last.get(name))
+            for name, answer in answers.items()
         )
-        self._last_probe = expected, answer
+        self._last_probe = {name: (expected, answer) for name, answer in answers.items()}
 
     def generate(
         self,

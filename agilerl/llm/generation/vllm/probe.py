@@ -64,6 +64,7 @@ def expected_logprobs(policy: Policy) -> Expected:
 
 
 def compare(
+    name: str,
     expected: Expected,
     answer: Answer,
     config: VLLMConfig,
@@ -73,6 +74,7 @@ def compare(
     """The mean difference, in nats, of the log-probs of the sequence.
 
     Args:
+        name: What to call the engine in a message.
         expected: What the trainer computes.
         answer: What the engine does.
         config: Has the tolerance.
@@ -89,9 +91,9 @@ def compare(
     difference = float((found - expected.logps).abs().mean())
     if not difference <= tolerance:  # nan too
         raise PolicyMismatchError(
-            "the policy that vLLM samples is not the one that is trained: their log-probs of a "
+            f"the policy that {name} samples is not the one that is trained: their log-probs of a "
             f"fixed sequence differ by {difference:.3g} nats on average, and the tolerance is "
-            f"{tolerance:g}. vLLM may serve another base model (vllm_config."
+            f"{tolerance:g}. It may serve another base model (vllm_config."
             "vllm_model_name_or_path), an old version of the adapter, or compute in another "
             "precision (vllm_config.probe_tolerance)"
         )
@@ -99,16 +101,16 @@ def compare(
         moved = float((expected.logps - last[0].logps).abs().mean())
         if moved > tolerance / 100:
             raise PolicyMismatchError(
-                "the policy that vLLM samples is not the one that is trained: log-probs of a fixed "
-                f"sequence have moved by {moved:.3g} nats on average, and vLLM's have not moved. "
-                "It serves an old version of the adapter"
+                f"the policy that {name} samples is not the one that is trained: log-probs of a "
+                f"fixed sequence have moved by {moved:.3g} nats on average, and {name}'s have not "
+                "moved. It serves an old version of the adapter"
             )
     sample = answer.samples[0]
     if sample.token_ids == [expected.next_token] and sample.logps is not None:
         error = abs(sample.logps[0] - expected.next_logp)
         if error > max(2 * tolerance / TEMPERATURE, 1e-3):
             raise PolicyMismatchError(
-                "vLLM reports log-probs of its samples at another temperature, or after its "
+                f"{name} reports log-probs of its samples at another temperature, or after its "
                 f"filters: {sample.logps[0]:.4f} where the trainer computes "
                 f"{expected.next_logp:.4f}. Start the servers with --worker-extension-cls "
                 "agilerl.llm.generation.vllm.sampler_extension.TrainerLogprobs"
