@@ -54,14 +54,14 @@ def members(staging: Path) -> Iterator[list[GRPO]]:
         lr=2e-2,
         beta=0.0,
     )
-    assert len(engine_processes() - before) == 1
+    (engine,) = engine_processes() - before
     for member in made:
         train(member, 2, seed=10 * member.index)
     yield made
-    assert len(engine_processes() - before) == 1
+    assert engine_processes() - before == {engine}
     for member in made:
         member.clean_up()
-    assert engine_processes() == before
+    assert engine not in engine_processes()
     assert not list(staging.iterdir())
 
 
@@ -159,7 +159,7 @@ def test_clones_and_mutated_members(members: list[GRPO], staging: Path) -> None:
         assert train(agent, 2)["importance_weight_max"] == pytest.approx(1.0, abs=1e-3)
         assert greedy(agent) == greedy(without_vllm(agent)) != expected
     assert greedy(members[0]) == expected
-    assert engine_processes() == processes
+    assert engine_processes() <= processes
     for clone in (*clones, child):
         clone.clean_up()
     assert len(list(staging.iterdir())) == SIZE

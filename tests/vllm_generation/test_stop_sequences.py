@@ -136,3 +136,23 @@ def test_any_stream_of_tokens_stops_where_vllms_detokenizer_does() -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
     stopped = int(ran.stdout.splitlines()[-1].split()[0])
     assert 200 < stopped < 800
+
+
+def test_turns_go_on_after_a_text(make_agent: MakeAgent) -> None:
+    after = prompt("drawl")["input_ids"]
+
+    def two_turns(agent: GRPO) -> list[str]:
+        with agent.rollout():
+            first = agent.get_action(PROMPTS, training=False).completion_ids
+            longer = [torch.cat([row, after], dim=1) for row in first]
+            obs = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in longer]
+            second = agent.get_action(obs, training=False)
+        return [
+            TOKENIZER.decode(row[0, ids.shape[1] :])
+            for row, ids in zip(second.completion_ids, longer, strict=True)
+        ]
+
+    settings = {"stop_sequences": ["w", "ar"], "max_model_len": 256}
+    expected = two_turns(make_agent(use_vllm=False, **settings))
+    assert two_turns(make_agent(**settings)) == expected
+    assert any(text.endswith(("w", "ar")) for text in expected)
