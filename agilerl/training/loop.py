@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from agilerl.distributed import Ranks
-from agilerl.hpo.generation import next_generation
 from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.checkpoint.run_state import FORMAT, random_streams, set_random_streams
 from agilerl.training.checkpoint.saver import Elite, Saver
@@ -23,6 +22,7 @@ from agilerl.training.experience import (
     reward_statistics,
     time_statistics,
 )
+from agilerl.training.generation import next_generation
 from agilerl.training.interrupts import GracefulStop, strongest
 from agilerl.training.logs.run_log import RunLog
 from agilerl.training.options import TrainingOptions
