@@ -105,8 +105,6 @@ class Population:
             for agent, collector in zip(agents, collectors, strict=True)
         ]
         self.best: Best | None = None
-        self.generations: list[dict[str, Any]] = []
-        """What each selection made of the members, oldest first; JSON-compatible."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self.members)
@@ -121,11 +119,6 @@ class Population:
         """Of each member, the position of its collector in :attr:`collectors`."""
         numbers = {id(collector): i for i, collector in enumerate(self.collectors)}
         return [numbers[id(member.collector)] for member in self]
-
-    @property
-    def seed(self) -> int:
-        """The first agent's; the same in a resumed run."""
-        return self.agents[0].seed
 
     @property
     def leader(self) -> Member:
@@ -168,7 +161,6 @@ class Population:
         return {
             "fitness": float(max(fitness)) if fitness else None,
             "best": None if self.best is None else asdict(self.best),
-            "generations": self.generations,
             "agents": [
                 {**member.state_dict(), "environment": number}
                 for member, number in zip(self, self.collector_numbers, strict=True)
@@ -183,7 +175,6 @@ class Population:
         for member, saved in zip(self, state["agents"], strict=True):
             member.load_state_dict(saved)
         self.best = None if state["best"] is None else Best(**state["best"])
-        self.generations = list(state["generations"])
 
 
 def check_agents(pop: Any) -> None:

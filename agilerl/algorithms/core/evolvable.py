@@ -10,12 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from agilerl.algorithms.core.registry import (
-    HyperparameterConfig,
-    NetworkGroup,
-    OptimizerConfig,
-    with_magnitude,
-)
+from agilerl.algorithms.core.registry import HyperparameterConfig, NetworkGroup, OptimizerConfig
 from agilerl.checks import COUNT, InstanceOf
 
 
@@ -157,10 +152,7 @@ class EvolvableAlgorithm:
         rng = random.Random(kwargs.get("seed", 42))
         agents: list[Any] = []
         for index in range(size):
-            drawn = {
-                name: with_magnitude(kwargs.get(name), row.sample(rng))
-                for name, row in (search or {}).items()
-            }
+            drawn = {name: row.sample(rng) for name, row in search.items()} if search else {}
             agent: Any = cls(**{**kwargs, **drawn, "index": index})
             agents.append(
                 agent if wrapper_cls is None else wrapper_cls(agent, **(wrapper_kwargs or {}))

@@ -119,8 +119,9 @@ def _start(
         # vLLM loads from disk; sleep level 2 and a restart load again.
         saved = tempfile.mkdtemp(prefix="agilerl-base-")
         with base.whole():
-            tensors = {n: t.detach().cpu().contiguous() for n, t in base_tensors(model).items()}
-            model.save_pretrained(saved, state_dict=tensors)
+            tensors = base_tensors(base.peft or model)
+            on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+            model.save_pretrained(saved, state_dict=on_cpu)
         path = saved
     tokenizer = find_tokenizer(model_name, model.name_or_path)
     settings = engine_settings(
