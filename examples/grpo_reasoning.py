@@ -5,7 +5,8 @@
 A byte-level model of 0.6 million parameters, warmed up until it spells about four words in ten
 backward, is trained by reinforcement learning on words it is scored on by reasoning-gym, and
 evaluated on held-out words. Written to the output folder: learning curve, checkpoint with the
-adapter as a PEFT directory, metrics and sample completions.
+adapter as a PEFT directory, metrics and sample completions. With --vllm completions are sampled by
+a vLLM engine instead of by Hugging Face's model.
 """
 
 from __future__ import annotations
@@ -31,12 +32,17 @@ from agilerl.testing import (
 )
 from agilerl.training.train_llm import finetune_llm_reasoning
 from agilerl.typing import Evaluation
+from agilerl.utils.algo_utils import VLLMConfig
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 PROMPTS_PER_STEP = 32
+GROUP_SIZE = 8
+LORA_RANK = 32
 ITERATIONS = 200
+# All completions of a rollout at a time.
+VLLM = VLLMConfig(max_num_seqs=PROMPTS_PER_STEP * GROUP_SIZE, max_lora_rank=LORA_RANK)
 
 # Class and clip band of each algorithm. GSPO's paper has a far narrower band, for long completions
 # and a small learning rate; here it would clip nearly everything. There are two optimizer steps per
@@ -72,11 +78,11 @@ def main() -> None:
         pad_token_id=tokenizer.pad_token_id,
         pad_token=tokenizer.pad_token,
         lora_config=LoraConfig(
-            r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=LORA_RANK, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
         ),
         batch_size=128,
         micro_batch_size_per_gpu=128,
-        group_size=8,
+        group_size=GROUP_SIZE,
         lr=5e-4,
         beta=0.0,
         max_grad_norm=1.0,
@@ -86,6 +92,8 @@ def main() -> None:
         max_output_tokens=10,
         max_model_len=256,
         gradient_checkpointing=False,
+        use_vllm=args.vllm,
+        vllm_config=VLLM if args.vllm else None,
         seed=args.seed,
         **settings,
     )
@@ -107,8 +115,9 @@ def main() -> None:
     agent.save_checkpoint(output / "checkpoint")
     plot_learning_curve(output / "run" / "metrics.csv", output / "learning_curve.png", agent.algo)
     print_examples(before, after)
+    generator = "vLLM" if args.vllm else "Hugging Face"
     print(
-        f"\n{agent.algo}, seed {args.seed}: held-out accuracy "
+        f"\n{agent.algo}, seed {args.seed}, generation by {generator}: held-out accuracy "
         f"{accuracy(before):.3f} -> {accuracy(after):.3f} "
         f"(+{100 * (accuracy(after) - accuracy(before)):.1f} points) on {len(test)} questions, "
         f"{minutes:.1f} minutes of training"
@@ -132,6 +141,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--iterations", type=int, default=ITERATIONS, help="rollouts of 32 prompts x 8 completions"
+    )
+    parser.add_argument(
+        "--vllm", action="store_true", help="generate with vLLM, which must be installed"
     )
     parser.add_argument("--output", default="demo_output")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")

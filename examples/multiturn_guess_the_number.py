@@ -7,7 +7,8 @@ A model of under a million parameters, warmed up on games of mixed quality, read
 read them nearly always. Two ways to give credit are compared: one advantage for the whole episode
 ("trajectory"), or one for each turn ("turn"). Shown are the mean return and the win rate over 200
 held-out games: on the last turn the game also pays for being close, so the return alone would
-flatter a player that never wins.
+flatter a player that never wins. With --vllm the answers are sampled by a vLLM engine instead of by
+Hugging Face's model.
 """
 
 from __future__ import annotations
@@ -30,15 +31,20 @@ from agilerl.llm_envs.vector import EVALUATION_SEED_START
 from agilerl.testing import guess_the_number_env, load_bundled_model
 from agilerl.training.train_llm import finetune_llm_multiturn
 from agilerl.typing import Evaluation
+from agilerl.utils.algo_utils import VLLMConfig
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 MAX_TURNS = 3
 GROUPS = 16
+GROUP_SIZE = 8
+LORA_RANK = 32
 ITERATIONS = 40
 HELD_OUT_GAMES = 200
 CREDITS = ("trajectory", "turn")
+# All episodes of a rollout at a time.
+VLLM = VLLMConfig(max_num_seqs=GROUPS * GROUP_SIZE, max_lora_rank=LORA_RANK)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ def main() -> None:
 
     scores = [random_player()]
     for credit in credits:
-        agent, tokenizer = make_agent(credit, args.seed)
+        agent, tokenizer = make_agent(credit, args.seed, vllm=args.vllm)
         before = play_held_out(agent, tokenizer)
         if len(scores) == 1:
             scores.append(score("before training", before))
@@ -69,8 +75,10 @@ def main() -> None:
         agent.save_checkpoint(folder / credit / "checkpoint")
         print_game(before, after)
         print_time(folder / credit / "run" / "metrics.csv")
+        agent.clean_up()
 
-    print(f"\n{HELD_OUT_GAMES} held-out games, greedy     mean return   win rate")
+    print(f"\ngeneration by {'vLLM' if args.vllm else 'Hugging Face'}")
+    print(f"{HELD_OUT_GAMES} held-out games, greedy     mean return   win rate")
     for row in scores:
         print(f"{row.player:<32} {row.mean_return:>9.3f}   {row.win_rate:>8.3f}")
     runs = {credit: folder / credit / "run" / "metrics.csv" for credit in credits}
@@ -90,12 +98,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--iterations", type=int, default=ITERATIONS, help="rollouts of 16 games x 8 episodes"
     )
+    parser.add_argument(
+        "--vllm", action="store_true", help="generate with vLLM, which must be installed"
+    )
     parser.add_argument("--output", default="demo_output")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args()
 
 
-def make_agent(credit: str, seed: int) -> tuple[GRPO, PreTrainedTokenizerBase]:
+def make_agent(
+    credit: str, seed: int, *, vllm: bool = False
+) -> tuple[GRPO, PreTrainedTokenizerBase]:
     """A GRPO agent on the bundled model."""
     model, tokenizer = load_bundled_model("guess_the_number")
     agent = GRPO(
@@ -104,11 +117,11 @@ def make_agent(credit: str, seed: int) -> tuple[GRPO, PreTrainedTokenizerBase]:
         pad_token=tokenizer.pad_token,
         advantage_granularity=credit,
         lora_config=LoraConfig(
-            r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=LORA_RANK, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
         ),
         batch_size=128,
         micro_batch_size_per_gpu=128,
-        group_size=8,
+        group_size=GROUP_SIZE,
         lr=5e-4,
         beta=0.0,
         max_grad_norm=1.0,
@@ -118,6 +131,8 @@ def make_agent(credit: str, seed: int) -> tuple[GRPO, PreTrainedTokenizerBase]:
         max_output_tokens=12,
         max_model_len=512,
         gradient_checkpointing=False,
+        use_vllm=vllm,
+        vllm_config=VLLM if vllm else None,
         seed=seed,
     )
     return agent, tokenizer
@@ -216,7 +231,7 @@ def print_time(metrics: Path) -> None:
     seconds = {stage: sum(float(row[f"{stage}_seconds"]) for row in rows) for stage in stages}
     total = sum(seconds.values())
     shares = ", ".join(f"{stage} {100 * seconds[stage] / total:.0f}%" for stage in stages)
-    print(f"\n{len(rows) * GROUPS * 8 / total:.0f} episodes per second; {shares}")
+    print(f"\n{len(rows) * GROUPS * GROUP_SIZE / total:.0f} episodes per second; {shares}")
 
 
 def plot_curves(runs: dict[str, Path], image: Path) -> None:

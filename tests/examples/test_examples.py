@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import runpy
@@ -14,9 +15,19 @@ from launched_once import launched_once
 from launchers import kill_launcher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS_VLLM = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
 
 
-def run(script: str, *arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> str:
+def run(
+    script: str,
+    *arguments: str,
+    cwd: Path,
+    launcher: tuple[str, ...] = (),
+    errors_too: bool = False,
+) -> str:
+    """What the program printed, with ``errors_too`` also what went to its standard error."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
     process = subprocess.Popen(
         [sys.executable, *launcher, str(EXAMPLES / script), *arguments],
@@ -31,7 +42,7 @@ def run(script: str, *arguments: str, cwd: Path, launcher: tuple[str, ...] = ())
     finally:
         kill_launcher(process)
     assert process.returncode == 0, errors[-3000:]
-    return output
+    return output + errors if errors_too else output
 
 
 @pytest.mark.parametrize(
@@ -141,6 +152,35 @@ def test_guess_the_number(
         assert f"{credit} credit" in output
     assert output.count("episodes per second") == 2
     assert re.search(r"random player +0\.\d+ +0\.\d+", output)
+
+
+def assert_no_engine_log(output: str) -> None:
+    """vLLM writes its log to a file of its own: lines with the process, the level and the time."""
+    assert not re.search(r"pid=\d+|\b(INFO|WARNING|ERROR) \d\d-\d\d ", output)
+
+
+@NEEDS_VLLM
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.process
+def test_reasoning_with_vllm(tmp_path: Path) -> None:
+    arguments = ("--vllm", "--iterations", "2", "--quiet")
+    output = run("grpo_reasoning.py", *arguments, cwd=tmp_path, errors_too=True)
+    assert_demo_output(tmp_path, "grpo", output)
+    assert "generation by vLLM: held-out accuracy" in output
+    assert_no_engine_log(output)
+
+
+@NEEDS_VLLM
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.process
+def test_guess_the_number_with_vllm(tmp_path: Path) -> None:
+    arguments = ("--vllm", "--credit", "turn", "--iterations", "1", "--quiet")
+    output = run("multiturn_guess_the_number.py", *arguments, cwd=tmp_path, errors_too=True)
+    assert "generation by vLLM" in output
+    assert re.search(r"turn credit, .* 0\.\d+ +0\.\d+", output)
+    assert_no_engine_log(output)
 
 
 DISTRIBUTED = ("--zero-stage", "2", "--iterations", "1", "--quiet")
