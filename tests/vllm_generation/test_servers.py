@@ -16,7 +16,7 @@ import pytest
 import torch
 from launched_once import launched_once
 from transformers import PreTrainedModel
-from vllm_agents import agent_on, prompts_of, spelling_prompt, train, twin_with_hf
+from vllm_agents import agent_on, prompts_of, train, twin_with_hf
 from vllm_servers import API_KEY, TRAINER_LOGPROBS, LocalServer
 
 from agilerl.algorithms import GRPO
@@ -120,21 +120,6 @@ def test_log_probs_are_the_trainers(make_agent: MakeAgent, settings: dict[str, A
     assert found["importance_weight_mean"] == pytest.approx(1.0, abs=1e-3)
     assert found["importance_weight_max"] == pytest.approx(1.0, abs=1e-3)
     assert agent.generator.probe_difference < 1e-4
-
-
-def test_completions_end_at_stop_sequences(make_agent: MakeAgent) -> None:
-    agent = make_agent(stop_sequences=["w", "rr", "<|im_end|>"])
-    prompts = [spelling_prompt(word) for word in ("bawn", "flawed", "pyrrol", "gruine")]
-    answers = [
-        bytes(row[0, prompt["input_ids"].shape[1] :].tolist()[:-1])
-        for prompt, row in zip(prompts, rows(agent, prompts, training=False), strict=True)
-    ]
-    # Without the token that ended each.
-    assert answers == [b"n", b"de", b"lor", b"eniurg"]
-    action = agent.get_action(prompts)
-    assert action.sampling_logps is not None
-    kept = [int(mask.sum()) for masks in action.action_masks for mask in masks]
-    assert [len(row) for row in action.sampling_logps] == kept
 
 
 def test_samples_do_not_depend_on_the_server(

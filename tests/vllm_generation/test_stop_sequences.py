@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_agents import CONFIG, spelling_prompt
+from vllm_agents import CONFIG
 
 from agilerl.algorithms import GRPO
 from agilerl.testing import byte_tokenizer
@@ -28,7 +28,13 @@ ANSWERS = {
 """Of the bundled model, greedily."""
 
 
-PROMPTS = [spelling_prompt(word) for word in ANSWERS]
+def prompt(word: str) -> dict[str, Any]:
+    question = f"Spell this word backward (example: sun -> nus): {word}"
+    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    return dict(TOKENIZER(text, return_tensors="pt"))
+
+
+PROMPTS = [prompt(word) for word in ANSWERS]
 
 
 def answers(agent: GRPO) -> list[str]:
@@ -133,7 +139,7 @@ def test_any_stream_of_tokens_stops_where_vllms_detokenizer_does() -> None:
 
 
 def test_turns_go_on_after_a_text(make_agent: MakeAgent) -> None:
-    after = spelling_prompt("drawl")["input_ids"]
+    after = prompt("drawl")["input_ids"]
 
     def two_turns(agent: GRPO) -> list[str]:
         with agent.rollout():

@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from agilerl.algorithms import GRPO
-from agilerl.testing import byte_tokenizer
 from agilerl.utils.algo_utils import VLLMConfig
 
 CONFIG = VLLMConfig(max_num_seqs=64, max_loras=2, startup_timeout=300, request_timeout=120)
@@ -35,13 +34,6 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     rng = torch.Generator().manual_seed(seed)
     rows = [torch.randint(5, 250, (1, length), generator=rng) for length in lengths]
     return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
-
-
-def spelling_prompt(word: str) -> dict[str, torch.Tensor]:
-    """What the bundled model answers with the word spelt backward."""
-    question = f"Spell this word backward (example: sun -> nus): {word}"
-    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    return dict(byte_tokenizer()(text, return_tensors="pt"))
 
 
 def train(agent: GRPO, steps: int = 1, seed: int = 0) -> dict[str, float]:
