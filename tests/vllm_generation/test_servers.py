@@ -156,6 +156,19 @@ def test_limits_and_ends_of_completions(make_agent: MakeAgent) -> None:
     assert ended
 
 
+def test_texts_end_completions_where_they_do_without_vllm(
+    make_agent: MakeAgent, base: PreTrainedModel
+) -> None:
+    """Within the tokens that a server sends at a time."""
+    settings = {"stop_sequences": ["e", "12"], "max_output_tokens": 80}
+    prompts = prompts_of(*range(5, 40))
+    twin = agent_on(base, use_vllm=False, vllm_config=None, **settings)
+    expected = rows(twin, prompts, training=False)
+    twin.clean_up()
+    assert len({row.shape[1] - n for n, row in enumerate(expected, 5)}) > 3
+    assert same(rows(make_agent(**settings), prompts, training=False), expected)
+
+
 def test_agents_in_several_processes_sample_from_their_own_adapters(
     make_agent: MakeAgent, base: PreTrainedModel, config: VLLMConfig, tmp_path: Path
 ) -> None:
