@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,19 +43,22 @@ def save_llm_checkpoint(
 
 def create_population(
     algo: str,
-    init_hp: Mapping[str, Any] | None = None,
+    net_config: None = None,
+    INIT_HP: Mapping[str, Any] | None = None,
     hp_config: HyperparameterConfig | None = None,
-    population_size: int = 1,
+    population_size: int | None = None,
     **arguments: Any,
 ) -> list[GRPO]:
     """Make agents that share one base model.
 
     Args:
         algo: ``"GRPO"``, ``"GSPO"`` or ``"CISPO"``, in any letter case.
-        init_hp: Constructor arguments by name, in any letter case: ``{"BATCH_SIZE": 16}``.
+        net_config: None: the network is the base model.
+        INIT_HP: Constructor arguments by name, in any letter case, and ``POP_SIZE``:
+            ``{"POP_SIZE": 4, "BATCH_SIZE": 16, "LR": 1e-4}``.
         hp_config: Hyperparameters that evolution may mutate; each agent starts with values drawn
             between their limits.
-        population_size: Number of agents.
+        population_size: Number of agents; None: ``POP_SIZE``, or 1.
         **arguments: Further constructor arguments, such as ``actor_network`` and ``pad_token_id``.
 
     Returns:
@@ -65,20 +69,36 @@ def create_population(
     """
     name = str(algo).upper()
     require(name in ALGORITHMS, f"algo is {algo!r}; it must be one of {', '.join(ALGORITHMS)}")
+    require(
+        net_config is None,
+        f"net_config is {net_config!r}; it must be None: the network is the base model",
+    )
     cls = ALGORITHMS[name]
+    allowed = {*cls.argument_names(), "pop_size"} - {"hp_config", "index"}
     given = dict(arguments)
-    for key, value in (init_hp or {}).items():
+    for key, value in (INIT_HP or {}).items():
         argument = str(key).lower()
+        _check_known(repr(key), argument, allowed, f"INIT_HP of {cls.__name__}")
         require(
             argument not in given,
-            f"init_hp holds {key!r}, but {argument} is given already; leave one out",
+            f"INIT_HP holds {key!r}, but {argument} is given already; leave one out",
         )
         given[argument] = value
-    allowed = set(cls.argument_names()) - {"hp_config", "index"}
-    unknown = sorted(given.keys() - allowed)
+    size = given.pop("pop_size", None)
     require(
-        not unknown,
-        f"{cls.__name__} takes no {', '.join(map(repr, unknown))}; init_hp and arguments must be "
-        f"among {', '.join(sorted(allowed))}",
+        size is None or population_size in (None, size),
+        f"INIT_HP says {size} agents, but population_size is {population_size}; leave one out",
     )
-    return cls.population(population_size, hp_config=hp_config, **given)
+    for argument in given:
+        _check_known(argument, argument, allowed, cls.__name__)
+    members = population_size if size is None else size
+    return cls.population(1 if members is None else members, hp_config=hp_config, **given)
+
+
+def _check_known(shown: str, argument: str, allowed: set[str], where: str) -> None:
+    close = difflib.get_close_matches(argument, allowed, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    require(
+        argument in allowed,
+        f"{where} has no {shown}.{hint} It may hold {', '.join(sorted(allowed))}",
+    )

@@ -25,9 +25,14 @@ def test_a_population_from_a_table() -> None:
     search = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))
     agents = create_population(
         "cispo",
-        init_hp={"BATCH_SIZE": 4, "GROUP_SIZE": 2, "LR": 1.0, "clip_coef": (0.0, 5.0)},
+        INIT_HP={
+            "POP_SIZE": 3,
+            "BATCH_SIZE": 4,
+            "GROUP_SIZE": 2,
+            "LR": 1.0,
+            "clip_coef": (0.0, 5.0),
+        },
         hp_config=search,
-        population_size=3,
         actor_network=small(),
         **TOKENS,
     )
@@ -42,15 +47,28 @@ def test_a_population_from_a_table() -> None:
     [
         ("PPO", {}, "algo is 'PPO'.*GRPO, GSPO, CISPO"),
         (GRPO, {}, "algo is .*GRPO, GSPO, CISPO"),
-        ("GRPO", {"BATCHSIZE": 4}, "GRPO takes no 'batchsize'.*batch_size"),
-        ("GSPO", {"LOSS_TYPE": "grpo"}, "GSPO takes no 'loss_type'"),
+        ("GRPO", {"BATCHSIZE": 4}, "GRPO has no 'BATCHSIZE'. Did you mean 'batch_size'?"),
+        ("GSPO", {"LOSS_TYPE": "grpo"}, "GSPO has no 'LOSS_TYPE'"),
         ("GRPO", {"PAD_TOKEN": "x"}, "'PAD_TOKEN', but pad_token is given already"),
         ("GRPO", {"LR": -1.0}, "lr is -1.0"),
     ],
 )
 def test_bad_tables(algo: Any, init_hp: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        create_population(algo, init_hp, actor_network=small(), **TOKENS)
+        create_population(algo, None, init_hp, actor_network=small(), **TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"net_config": {"arch": "mlp"}}, "net_config is .*must be None"),
+        ({"population_size": 3, "INIT_HP": {"POP_SIZE": 2}}, "says 2 agents, .*is 3"),
+        ({"betta": 0.1}, "GRPO has no betta. Did you mean 'beta'?"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        create_population("GRPO", actor_network=small(), **TOKENS, **arguments)
 
 
 def test_save_and_load(tmp_path: Path) -> None:
