@@ -22,6 +22,7 @@ from agilerl.training.experience import (
     reward_statistics,
     time_statistics,
 )
+from agilerl.training.generation import next_generation
 from agilerl.training.interrupts import GracefulStop, strongest
 from agilerl.training.logs.run_log import RunLog
 from agilerl.training.options import TrainingOptions
@@ -89,6 +90,8 @@ class TrainingLoop:
         Returns:
             Name of the signal that stopped any of the processes, None if none did.
         """
+        if self.options.tournament is not None:
+            self.log.write_lineage(self.population.generations)
         with GracefulStop() as stop:
             try:
                 self._evaluate_first()
@@ -154,6 +157,8 @@ class TrainingLoop:
         self._write_rows(rows)
         self._unevaluated = None
         if resumed:
+            if not self._at_bound():
+                self._evolve()
             self.progress = Progress.EVALUATED
 
     def _run_iteration(self, stop: GracefulStop) -> bool:
@@ -164,7 +169,11 @@ class TrainingLoop:
             for member in self.population:
                 rows.append(self._train(member))
             ended = self._at_bound()
-            due = ended or self.iteration % self.options.evaluation_interval == 0
+            due = (
+                ended
+                or self.iteration % self.options.evaluation_interval == 0
+                or self._evolution_is_due()
+            )
             # A stop must not wait for an evaluation, which may take longer than the grace period.
             if due and self._stop_requested(stop) is not None:
                 self._unevaluated = rows
@@ -172,6 +181,8 @@ class TrainingLoop:
                 self._evaluate(rows)
         finally:
             self._write_rows(rows)
+        if due and not ended and self._unevaluated is None:
+            self._evolve()
         every = self.options.checkpoint_steps
         if every is not None and self.iteration % every == 0:
             self.saver.save(self.iteration, evaluated=False)
@@ -214,6 +225,19 @@ class TrainingLoop:
         # One that could not be saved does not count, so that the next best is saved instead.
         if better and self.saver.save_elite(leader, trained=self.iteration > 0):
             self.population.best = Best(leader.index, fitness, self.iteration)
+
+    def _evolution_is_due(self) -> bool:
+        every = self.options.evo_steps
+        return every is not None and self.iteration % every == 0
+
+    def _evolve(self) -> None:
+        """Make the next generation if it is time for one; the members have been evaluated."""
+        selection, mutation = self.options.tournament, self.options.mutation
+        if selection is None or mutation is None or not self._evolution_is_due():
+            return
+        seed = selection.rand_seed or self.population.seed
+        next_generation(self.population, selection, mutation, self.iteration, seed)
+        self.log.write_lineage(self.population.generations)
 
     def _row(self, member: Member) -> Row:
         return {

@@ -9,13 +9,26 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, InstanceOf, Number, require, warn
+from agilerl.checks import (
+    COUNT,
+    FLAG,
+    OPTIONAL_COUNT,
+    InstanceOf,
+    Number,
+    missing_members,
+    require,
+    warn,
+)
+from agilerl.hpo.mutation import Mutation
+from agilerl.hpo.selection import Selection
 
 _RULES: dict[str, Callable[[str, Any], None]] = {
     "max_steps": OPTIONAL_COUNT,
     "num_epochs": OPTIONAL_COUNT,
     "max_wall_seconds": Number(0, open_low=True, optional=True),
     "evaluation_interval": COUNT,
+    "evo_steps": OPTIONAL_COUNT,
+    "tournament": InstanceOf(Selection, "a selection such as agilerl.hpo.TournamentSelection"),
     "checkpoint_steps": OPTIONAL_COUNT,
     "keep_checkpoints": COUNT,
     "save_elite": InstanceOf(bool, "True, False"),
@@ -65,6 +78,9 @@ class TrainingOptions:
     wb: bool = False
     wandb_kwargs: Mapping[str, Any] | None = None
     wandb_api_key: str | None = field(default=None, repr=False)
+    tournament: Selection | None = None
+    mutation: Mutation | None = None
+    evo_steps: int | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -122,6 +138,21 @@ class TrainingOptions:
             )
 
     def _check_combinations(self) -> None:
+        names = ("tournament", "mutation", "evo_steps")
+        given = [name for name in names if vars(self)[name] is not None]
+        missing = [name for name in names if name not in given]
+        require(
+            not given or not missing,
+            f"Evolution needs tournament, mutation and evo_steps together: {' and '.join(given)} "
+            f"given, {' and '.join(missing)} missing. Give all three, or none to train without it.",
+        )
+        absent = [] if self.mutation is None else missing_members(self.mutation, Mutation)
+        require(
+            not absent,
+            f"mutation is a {type(self.mutation).__name__}, which lacks {', '.join(absent)}; pass "
+            "one such as agilerl.hpo.Mutations",
+            TypeError,
+        )
         require(
             self.checkpoint_steps is None or self.checkpoint_path is not None,
             f"checkpoint_steps={self.checkpoint_steps} needs checkpoint_path, the directory that "
@@ -142,29 +173,6 @@ def options_among(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a training function's arguments that :class:`TrainingOptions` has."""
     names = {option.name for option in fields(TrainingOptions)}
     return {name: value for name, value in values.items() if name in names}
-
-
-def check_selection(tournament: Any, mutation: Any, evo_steps: int | None) -> None:
-    """Check the three arguments of evolution, which only work together.
-
-    Raises:
-        ValueError: If some but not all are given.
-        NotImplementedError: If all are given.
-    """
-    arguments = {"tournament": tournament, "mutation": mutation, "evo_steps": evo_steps}
-    given = [name for name, value in arguments.items() if value is not None]
-    missing = [name for name, value in arguments.items() if value is None]
-    require(
-        not given or not missing,
-        f"Evolution needs tournament, mutation and evo_steps together: {' and '.join(given)} "
-        f"given, {' and '.join(missing)} missing. Give all three, or none to train without it.",
-    )
-    require(
-        not given,
-        "tournament, mutation and evo_steps are not supported yet: leave all three out, the agents "
-        "of pop are then trained side by side.",
-        NotImplementedError,
-    )
 
 
 def _directory(name: str, value: Any) -> Path:

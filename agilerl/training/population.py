@@ -105,6 +105,8 @@ class Population:
             for agent, collector in zip(agents, collectors, strict=True)
         ]
         self.best: Best | None = None
+        self.generations: list[dict[str, Any]] = []
+        """What each selection made of the members, oldest first; JSON-compatible."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self.members)
@@ -119,6 +121,11 @@ class Population:
         """Of each member, the position of its collector in :attr:`collectors`."""
         numbers = {id(collector): i for i, collector in enumerate(self.collectors)}
         return [numbers[id(member.collector)] for member in self]
+
+    @property
+    def seed(self) -> int:
+        """The first agent's; the same in a resumed run."""
+        return self.agents[0].seed
 
     @property
     def leader(self) -> Member:
@@ -161,6 +168,7 @@ class Population:
         return {
             "fitness": float(max(fitness)) if fitness else None,
             "best": None if self.best is None else asdict(self.best),
+            "generations": self.generations,
             "agents": [
                 {**member.state_dict(), "environment": number}
                 for member, number in zip(self, self.collector_numbers, strict=True)
@@ -175,6 +183,7 @@ class Population:
         for member, saved in zip(self, state["agents"], strict=True):
             member.load_state_dict(saved)
         self.best = None if state["best"] is None else Best(**state["best"])
+        self.generations = list(state["generations"])
 
 
 def check_agents(pop: Any) -> None:

@@ -30,6 +30,7 @@ SHARED_OPTIONS = (
     "resume_from",
     "save_elite",
     "elite_path",
+    "evo_steps",
 )
 """Options that have to be the same in all processes; showing and logging is done by rank 0."""
 FILE_WAIT_SECONDS = 5.0
@@ -77,6 +78,11 @@ def check_same_options(population: Population, options: TrainingOptions, ranks: 
     for name in SHARED_OPTIONS:
         value = vars(options)[name]
         own[name] = str(value) if isinstance(value, Path) else value
+    for name in ("tournament", "mutation"):
+        if (part := vars(options)[name]) is not None:
+            plain = (int, float, str, type(None))
+            settings = {n: v for n, v in vars(part).items() if isinstance(v, plain)}
+            own[name] = f"{type(part).__name__} {settings}"
     _check_same(
         ranks.gather(own),
         "Where a script looks at the disk to decide (complete_checkpoints), use storage that all "

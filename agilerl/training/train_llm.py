@@ -12,7 +12,7 @@ from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
 from agilerl.training.environments import EnvironmentFactory, single_turn_environments
 from agilerl.training.logs.sinks import require_trackers
-from agilerl.training.options import TrainingOptions, check_selection, options_among
+from agilerl.training.options import TrainingOptions, options_among
 from agilerl.training.population import Population, check_agents
 from agilerl.training.protocols import Agent, SingleTurnEnv
 from agilerl.training.rank_consistency import per_process, training_ranks
@@ -76,12 +76,13 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         wb: Log to Weights & Biases.
         tensorboard: Log to TensorBoard.
         tensorboard_log_dir: Parent of this run's event folder; None: in the run directory.
-        evo_steps: Not supported yet.
+        evo_steps: Iterations between two generations; every one is evaluated first.
         checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every ``checkpoint_steps``
             iterations, and after the last one.
         checkpoint_path: The run directory.
-        tournament: Not supported yet.
-        mutation: Not supported yet.
+        tournament: Selection of a generation, such as ``agilerl.hpo.TournamentSelection``; None:
+            the agents of ``pop`` are trained side by side.
+        mutation: Mutation of a generation, such as ``agilerl.hpo.Mutations``.
         wandb_api_key: W&B key; kept in memory only.
         wandb_kwargs: Further arguments of ``wandb.init``.
         evaluation_interval: Iterations from one evaluation to the next.
@@ -115,9 +116,10 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         SystemExit: With code 0, after SIGTERM to any of the processes, when all is saved.
     """
     check_agents(pop)
-    check_selection(tournament, mutation, evo_steps)
     ranks = training_ranks(accelerator, pop)
     options = TrainingOptions(**options_among(locals()))
+    if options.tournament is not None:
+        options.tournament.check_size(len(pop))
     require_trackers(tensorboard=tensorboard, wb=wb)
     envs = single_turn_environments(env, env_fn, pop, ranks)
     # Agents that share an environment share its collector: the pending batch is one for all.
@@ -191,12 +193,12 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         wb: Log to Weights & Biases.
         tensorboard: Log to TensorBoard.
         tensorboard_log_dir: Parent of this run's event folder; None: in the run directory.
-        evo_steps: Not supported yet.
+        evo_steps: As in :func:`finetune_llm_reasoning`.
         checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every ``checkpoint_steps``
             iterations, and after the last one.
         checkpoint_path: The run directory.
-        tournament: Not supported yet.
-        mutation: Not supported yet.
+        tournament: As in :func:`finetune_llm_reasoning`.
+        mutation: As in :func:`finetune_llm_reasoning`.
         wandb_api_key: W&B key; kept in memory only.
         wandb_kwargs: Further arguments of ``wandb.init``.
         evaluation_interval: Iterations from one evaluation to the next.
@@ -236,9 +238,10 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         SystemExit: With code 0, after SIGTERM to any of the processes, when all is saved.
     """
     check_agents(pop)
-    check_selection(tournament, mutation, evo_steps)
     ranks = training_ranks(accelerator, pop)
     options = TrainingOptions(**options_among(locals()))
+    if options.tournament is not None:
+        options.tournament.check_size(len(pop))
     require_trackers(tensorboard=tensorboard, wb=wb)
     COUNT("groups_per_iteration", groups_per_iteration)
     COUNT("train_seeds", train_seeds)

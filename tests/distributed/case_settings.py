@@ -49,6 +49,7 @@ SOME_CASES = {
         "agreement",
         "checkpoint_grid",
         "population",
+        "evolution",
     ],
     "zero3_offload": ["one_step_grpo"],
     "zero3_in_parts": ["agreement"],

@@ -5,13 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from agents_and_batches import every_weight, make_agent, weights
 from cases_checkpoints import setting_of
 from cases_learn import mine
 
+from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
+from agilerl.hpo import Mutations, TournamentSelection
 from agilerl.testing import tiny_model
+from agilerl.training.generation import next_generation
+from agilerl.training.population import Population
 
 RATES = (1e-3, 2e-3, 3e-3)
 
@@ -52,4 +57,34 @@ def population(accelerator: Any) -> dict[str, Any]:
     }
 
 
-POPULATION_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {"population": population}
+def evolution(accelerator: Any) -> dict[str, Any]:
+    """Three generations of three agents, each after a step."""
+    search = HyperparameterConfig(
+        lr=RLParameter(1e-4, 1e-2), batch_size=RLParameter(2, 9, dtype=int)
+    )
+    model = tiny_model(hidden_size=32, layers=1)
+    agents = [
+        make_agent(accelerator, actor_network=model, index=index, lr=rate, hp_config=search)
+        for index, rate in enumerate(RATES)
+    ]
+    collector: Any = SimpleNamespace(num_epochs=0)
+    population = Population(agents, [collector] * 3)
+    selection = TournamentSelection(2, elitism=True, population_size=3)
+    mutation = Mutations(0.2, 0, 0, 0, 0, 0.8)
+    for iteration in range(1, 4):
+        for agent in agents:
+            mine(accelerator, seed=iteration).learned_by(agent)
+            # As on all ranks, which gather their rewards.
+            agent.fitness.append(float(every_weight(agent).double().sum()))
+        next_generation(population, selection, mutation, iteration, seed=5)
+    return {
+        "weights": [every_weight(agent) for agent in agents],
+        "generations": population.generations,
+        "batch_sizes": [agent.batch_size for agent in agents],
+    }
+
+
+POPULATION_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "population": population,
+    "evolution": evolution,
+}

@@ -40,3 +40,14 @@ def test_a_clone_that_loads_a_checkpoint_goes_on_as_its_agent(ranks: Ranks) -> N
         assert torch.equal(rank["clone"], rank["best"])
         assert torch.equal(rank["clone"], ranks[0]["clone"])
         assert not torch.equal(rank["learned"][2], rank["best"][: len(rank["learned"][2])])
+
+
+@each_setting("evolution")
+def test_ranks_decide_alike_who_goes_on_and_what_changes(ranks: Ranks) -> None:
+    first, second = ranks
+    assert first["generations"] == second["generations"]
+    assert all(map(torch.equal, first["weights"], second["weights"]))
+    assert all(size % 2 == 0 for size in first["batch_sizes"])
+    members = [member for each in first["generations"] for member in each["members"]]
+    assert any(member["parent"] != member["agent"] for member in members)
+    assert any(member["mutation"] for member in members)

@@ -55,13 +55,6 @@ def call(**options: Any) -> Any:
         ({"init_hp": [1]}, TypeError, r"init_hp is \[1\]; it must be a dict"),
         ({"wandb_kwargs": "p"}, TypeError, "wandb_kwargs is 'p'; it must be a dict"),
         ({"wandb_api_key": 1234}, TypeError, "wandb_api_key is of type int; it must be a str"),
-        ({"evo_steps": 5}, ValueError, "evo_steps given, tournament and mutation missing"),
-        ({"tournament": OBJECT, "mutation": OBJECT}, ValueError, "evo_steps missing"),
-        (
-            {"tournament": OBJECT, "mutation": OBJECT, "evo_steps": 5},
-            NotImplementedError,
-            "tournament, mutation and evo_steps",
-        ),
         ({"accelerator": OBJECT}, TypeError, "must be an accelerate.Accelerator"),
         ({"keep_checkpoints": 0}, ValueError, "keep_checkpoints is 0; it must be at least 1"),
         ({"keep_checkpoints": None}, TypeError, "keep_checkpoints is None; it must be an integer"),

@@ -271,7 +271,7 @@ def _check_hp_config(arguments: Mapping[str, Any], table: Mapping[str, Argument]
         for limit in (parameter.min, parameter.max):
             table[name].check(f"limit of {name} in hp_config", parameter.dtype(limit))
         require(
-            isinstance(arguments[name], Real),
+            isinstance(arguments[name], Real | tuple | list),
             f"hp_config names {name!r}, which is {arguments[name]!r}; it must be a number for "
             "mutations to start from",
         )

@@ -10,7 +10,12 @@ from typing import Any, Self
 
 import torch
 
-from agilerl.algorithms.core.registry import HyperparameterConfig, NetworkGroup, OptimizerConfig
+from agilerl.algorithms.core.registry import (
+    HyperparameterConfig,
+    NetworkGroup,
+    OptimizerConfig,
+    with_magnitude,
+)
 from agilerl.checks import COUNT, InstanceOf
 
 
@@ -152,7 +157,10 @@ class EvolvableAlgorithm:
         rng = random.Random(kwargs.get("seed", 42))
         agents: list[Any] = []
         for index in range(size):
-            drawn = {name: row.sample(rng) for name, row in search.items()} if search else {}
+            drawn = {
+                name: with_magnitude(kwargs.get(name), row.sample(rng))
+                for name, row in (search or {}).items()
+            }
             agent: Any = cls(**{**kwargs, **drawn, "index": index})
             agents.append(
                 agent if wrapper_cls is None else wrapper_cls(agent, **(wrapper_kwargs or {}))

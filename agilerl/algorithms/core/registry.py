@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -24,6 +25,8 @@ class RLParameter:
     """A growing mutation multiplies by this."""
     dtype: type = float
     """``int`` or ``float``."""
+    scale: str = "linear"
+    """``"linear"`` or ``"log"``: draw uniformly between the limits, or between their logarithms."""
     value: float | None = None
     """Where :meth:`mutate` keeps the value if it is given none."""
 
@@ -38,18 +41,30 @@ class RLParameter:
             f"{self.grow_factor}; it must hold that 0 < shrink_factor <= 1 <= grow_factor",
         )
         require(
+            self.scale in ("linear", "log"),
+            f"RLParameter has scale={self.scale!r}; it must be 'linear' or 'log'",
+        )
+        require(
+            self.scale == "linear" or self.min > 0,
+            f"RLParameter has scale='log' and min={self.min}; min must be above 0",
+        )
+        require(
             self.dtype in (int, float),
             f"RLParameter has dtype={self.dtype!r}; it must be int or float",
             TypeError,
         )
 
     def sample(self, rng: random.Random | None = None) -> float:
-        """Draw a value uniformly between the limits.
+        """Draw a value between the limits, see :attr:`scale`.
 
         Args:
             rng: None: Python's global generator.
         """
         source = rng or random
+        if self.scale == "log":
+            drawn = math.exp(source.uniform(math.log(self.min), math.log(self.max)))
+            rounded = round(drawn) if self.dtype is int else drawn
+            return self.dtype(min(max(rounded, self.min), self.max))
         if self.dtype is int:
             return source.randint(int(self.min), int(self.max))
         return source.uniform(self.min, self.max)
@@ -70,6 +85,22 @@ class RLParameter:
         if self.dtype is int:
             new = min(int(new), int(value) - 1) if factor < 1 else max(round(new), int(value) + 1)
         return self.dtype(min(max(new, self.min), self.max))
+
+
+def magnitude(value: float | tuple[float, float]) -> float:
+    """The number of a hyperparameter that is sampled and mutated.
+
+    Of a band ``(lo, hi)`` around 1, as ``clip_coef`` may be, it is the larger distance from 1.
+    """
+    return max(1 - value[0], value[1] - 1) if isinstance(value, tuple | list) else value
+
+
+def with_magnitude(value: Any, number: float) -> Any:
+    """The hyperparameter with another :func:`magnitude`; a band keeps its proportions."""
+    if not isinstance(value, tuple | list):
+        return number
+    factor = number / magnitude((value[0], value[1]))
+    return tuple(1 + (bound - 1) * factor for bound in value)
 
 
 class HyperparameterConfig:

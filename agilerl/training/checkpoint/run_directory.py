@@ -26,7 +26,7 @@ from agilerl.training.protocols import Agent
 logger = logging.getLogger(__name__)
 
 # What a run leaves in its folder, but for W&B's folder, which has a folder per run.
-_LOGS = ("metrics.csv", "completions.jsonl", "config.json", "tensorboard")
+_LOGS = ("metrics.csv", "completions.jsonl", "config.json", "lineage.json", "tensorboard")
 
 
 class RunDirectory(contextlib.ExitStack):

@@ -45,6 +45,7 @@ class RunState(TypedDict):
     wall_seconds: float
     fitness: float | None
     best: dict[str, Any] | None
+    generations: list[dict[str, Any]]
     agents: list[MemberState]
     environments: list[dict[str, Any]]
     unevaluated_rows: list[dict[str, float]] | None

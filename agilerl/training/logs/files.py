@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 METRICS_FILE = "metrics.csv"
 COMPLETIONS_FILE = "completions.jsonl"
+LINEAGE_FILE = "lineage.json"
 FIRST_COLUMNS = (
     "iteration",
     "agent",
@@ -193,6 +194,22 @@ class CompletionsFile(_LineLog[str]):
 
     def _lines(self, records: Sequence[str]) -> Sequence[str]:
         return records
+
+
+class LineageFile:
+    """``lineage.json``: who descends from whom, what was mutated, and every fitness.
+
+    Args:
+        path: The file, which is written anew with every generation.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, generations: Sequence[Mapping[str, Any]]) -> None:
+        """Write all generations so far."""
+        text = json.dumps({"generations": generations}, indent=2, ensure_ascii=False)
+        replace_file(self.path, lambda file: file.write(text + "\n"))
 
 
 def replace_file(path: Path, write: Callable[[TextIO], Any]) -> None:

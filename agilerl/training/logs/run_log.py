@@ -10,8 +10,10 @@ from typing import Any, Protocol
 from agilerl.training.experience import Sample
 from agilerl.training.logs.files import (
     COMPLETIONS_FILE,
+    LINEAGE_FILE,
     METRICS_FILE,
     CompletionsFile,
+    LineageFile,
     MetricsCsv,
 )
 from agilerl.training.logs.progress_bar import ProgressBar
@@ -58,6 +60,7 @@ class RunLog:
     ) -> None:
         self._metrics = MetricsCsv(directory / METRICS_FILE)
         self._completions = CompletionsFile(directory / COMPLETIONS_FILE)
+        self._lineage = LineageFile(directory / LINEAGE_FILE)
         self._sinks: list[Sink] = [self._metrics]
         self._wandb: WandbSink | None = None
         self._failing: set[object] = set()
@@ -98,6 +101,10 @@ class RunLog:
     def write_samples(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
         """Append sample completions to ``completions.jsonl``."""
         self._try(self._completions, self._completions.write, iteration, agent, samples)
+
+    def write_lineage(self, generations: Sequence[Mapping[str, Any]]) -> None:
+        """Write who descends from whom; see :class:`LineageFile`."""
+        self._try(self._lineage, self._lineage.write, generations)
 
     def sync(self) -> None:
         """Flush the files to disk, before a checkpoint that counts their lines."""
@@ -151,6 +158,9 @@ class NoLog(RunLog):
         """Do nothing."""
 
     def write_samples(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
+        """Do nothing."""
+
+    def write_lineage(self, generations: Sequence[Mapping[str, Any]]) -> None:
         """Do nothing."""
 
     def sync(self) -> None:

@@ -1,0 +1,178 @@
+"""Selection and mutation while a population trains: what it changes, and exact resuming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resume_helpers import (
+    RUNS,
+    After,
+    Hook,
+    checkpoints_in,
+    differences,
+    everything,
+    make_agents,
+    nothing,
+    reseed,
+    rows_of,
+    seed_all,
+    state_of,
+)
+
+from agilerl.algorithms import GRPO
+from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
+from agilerl.hpo import Mutations, PerturbOrResample, TournamentSelection, TruncationSelection
+from agilerl.hpo.selection import Selection
+
+SCHEDULES: dict[str, Any] = {
+    "tournament": lambda: {
+        "tournament": TournamentSelection(2, elitism=True, population_size=3),
+        "mutation": Mutations(0.2, 0, 0, 0, 0, 0.8, mutate_elite=False),
+    },
+    "truncation": lambda: {
+        "tournament": TruncationSelection(3),
+        "mutation": PerturbOrResample(),
+    },
+}
+
+
+def agents() -> list[GRPO]:
+    search = HyperparameterConfig(
+        lr=RLParameter(1e-4, 1e-1, scale="log"),
+        clip_coef=RLParameter(0.05, 0.5),
+        group_size=RLParameter(2, 5, dtype=int),
+        temperature=RLParameter(0.5, 1.5),
+    )
+    return make_agents(3, hp_config=search)
+
+
+def run(
+    kind: str, path: Path, schedule: str, hook: Hook = nothing, **options: Any
+) -> dict[str, Any]:
+    pop = agents()
+    given = {"evo_steps": 1, "keep_checkpoints": 9, **SCHEDULES[schedule](), **options}
+    steps = {"reasoning": 8, "multiturn": 60}[kind]
+    found = everything(path, RUNS[kind](path, hook=hook, pop=pop, max_steps=steps, **given))
+    found["lineage"] = (path / "lineage.json").read_text()
+    for agent in pop:
+        found[f"{agent.index} hyperparameters"] = agent.attributes(agent.hp_config or ())
+        found[f"{agent.index} mut"] = agent.mut
+        agent.clean_up()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [("reasoning", "tournament"), ("reasoning", "truncation"), ("multiturn", "tournament")],
+)
+def test_a_run_with_evolution_is_resumed_exactly(kind: str, schedule: str, tmp_path: Path) -> None:
+    seed_all()
+    whole = run(kind, tmp_path / "whole", schedule)
+    generations = json.loads(whole["lineage"])["generations"]
+    assert len(generations) >= 3
+    members = [member for each in generations for member in each["members"]]
+    assert any(member["parent"] != member["agent"] for member in members)
+    assert any(member["mutation"] for member in members)
+    names = checkpoints_in(tmp_path / "whole")
+    for name in (names[0], names[-2]):
+        reseed()
+        path = tmp_path / f"from_{name}"
+        again = run(
+            kind, path, schedule, resume_from=tmp_path / "whole" / name, elite_path=path / "elite"
+        )
+        assert set(differences(again, whole)) <= {"elite"}
+
+
+def test_a_stop_before_a_generation_leaves_it_to_the_resumed_run(tmp_path: Path) -> None:
+    """The evaluation that decides is postponed, and so is the generation."""
+    seed_all()
+    whole = run("reasoning", tmp_path / "whole", "tournament", evo_steps=2)
+    seed_all()
+    run("reasoning", tmp_path / "run", "tournament", After(5), evo_steps=2)
+    saved = tmp_path / "run" / checkpoints_in(tmp_path / "run")[-1]
+    assert state_of(saved)["unevaluated_rows"] is not None
+    assert state_of(saved)["generations"] == []
+    reseed()
+    again = run(
+        "reasoning", tmp_path / "run", "tournament", evo_steps=2, resume_from=tmp_path / "run"
+    )
+    assert differences(again, whole) == []
+
+
+class BestOnly(Selection):
+    """All continue from the best member."""
+
+    def parents(self, scores: Any, rng: Any) -> list[int]:
+        return [scores.index(max(scores))] * len(scores)
+
+
+def test_the_elite_is_saved_as_it_scored(tmp_path: Path) -> None:
+    class Doubling(Mutations):
+        def mutate(self, agent: Any, rng: Any) -> None:
+            agent.lr, agent.mut = 2 * agent.lr, "lr doubled"
+
+    seed_all()
+    pop = agents()
+    initial = [agent.lr for agent in pop]
+    given = {"tournament": BestOnly(3, 1, None), "mutation": Doubling(0, 0, 0, 0, 0, 1)}
+    RUNS["reasoning"](tmp_path, pop=pop, max_steps=4, evo_steps=1, **given)
+    rows = [row for row in rows_of(tmp_path) if row["fitness"]]
+    best = max(rows, key=lambda row: float(row["fitness"]))
+    elite = GRPO.load(tmp_path / "elite", actor_network=pop[0].policy.base.model)
+    assert elite.fitness[-1] == pytest.approx(float(best["fitness"]))
+    # It has the hyperparameters that the generation before it was given.
+    generations = json.loads((tmp_path / "lineage.json").read_text())["generations"]
+    given_to = {
+        (each["iteration"] + 1, member["agent"]): member["hyperparameters"]
+        for each in generations
+        for member in each["members"]
+    }
+    if int(best["iteration"]) > 1:
+        assert elite.lr == given_to[int(best["iteration"]), int(best["agent"])]["lr"]
+    else:
+        assert elite.lr in initial
+
+
+def test_members_share_one_base_and_leave_nothing_behind(tmp_path: Path) -> None:
+    seed_all()
+    pop = agents()
+    base = pop[0].policy.base
+    slots = len(base.peft.peft_config)
+    RUNS["reasoning"](
+        tmp_path, pop=pop, max_steps=40, evo_steps=1, evaluation_interval=50,
+        checkpoint_steps=None, save_elite=None, elite_path=None, **SCHEDULES["tournament"](),
+    )  # fmt: skip
+    assert len(base.peft.peft_config) == slots
+    assert {agent.policy.base for agent in pop} == {base}
+    pointers = {tensor.data_ptr() for tensor in base.model.parameters()}
+    for agent in pop:
+        assert {p.data_ptr() for p in agent.policy.base.model.parameters()} == pointers
+    # Nothing of one member moves when another trains.
+    weights = [{n: p.clone() for n, p in agent.policy.parameters().items()} for agent in pop]
+    with_new = pop[0].policy.parameters()
+    for parameter in with_new.values():
+        parameter.data.add_(1.0)
+    for agent, before in zip(pop[1:], weights[1:], strict=True):
+        assert all((p == before[n]).all() for n, p in agent.policy.parameters().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"evo_steps": 2}, ValueError, "evo_steps given, tournament and mutation missing"),
+        ({**SCHEDULES["tournament"](), "evo_steps": 0}, ValueError, "evo_steps is 0"),
+        ({**SCHEDULES["tournament"](), "tournament": 3, "evo_steps": 2}, TypeError, "is 3; it"),
+        ({**SCHEDULES["tournament"](), "mutation": 3, "evo_steps": 2}, TypeError, "is a int, wh"),
+        (
+            {**SCHEDULES["tournament"](), "tournament": TruncationSelection(5), "evo_steps": 2},
+            ValueError,
+            "population_size is 5, but the population has 3 members",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_options(tmp_path: Path, options: Any, error: Any, says: str) -> None:
+    with pytest.raises(error, match=says):
+        RUNS["reasoning"](tmp_path, pop=agents(), **options)
