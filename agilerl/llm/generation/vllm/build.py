@@ -90,6 +90,8 @@ def build_vllm_generator(
         else:
             engine = _start(base, config, model_name, length, seed)
         shared[key] = engine
+    # Servers are on other devices than the base, so it need not make room for them.
+    offload_base = offload_base and config.server_urls is None
     return VLLMGenerator(policy, engine, config, offload_base=offload_base, model_name=model_name)
 
 

@@ -87,7 +87,7 @@ class VLLMConfig:
     """Addresses of vLLM servers, such as ``"http://127.0.0.1:8000"``; None: an engine process of
     its own."""
     request_timeout: float = 600.0
-    """Seconds without progress of a request after which it counts as hung."""
+    """Seconds without progress after which the engine, or a server, counts as hung."""
     max_retries: int = 3
     """How often a request to a server is tried again."""
     startup_timeout: float = 1800.0

@@ -60,7 +60,7 @@ class Server:
         with _failures():
             models = _Models.model_validate_json(await self._send("GET", "/v1/models"))
         # Of the base model; adapters, which are listed too, say None.
-        return next(found.max_model_len for found in models.data if found.max_model_len)
+        return max((found.max_model_len or 0 for found in models.data), default=0)
 
     async def check_health(self) -> None:
         """Raise if it does not work."""
