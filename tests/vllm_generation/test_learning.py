@@ -13,9 +13,9 @@ from agilerl.algorithms import GRPO
 from agilerl.utils.algo_utils import VLLMConfig
 
 pytestmark = pytest.mark.slow
-TOLERANCE = 0.05
-"""Training adds 0.13 to the accuracy and 0.2 to the share of games won; over seeds and
-generators, what it reaches differs by 0.01 to 0.03."""
+ACCURACY_TOLERANCE, GAMES_TOLERANCE = 0.05, 0.1
+"""Training adds 0.13 to the accuracy and 0.2 to the share of games won. What it reaches differs by
+up to 0.03 and 0.06 between seeds and generators."""
 
 
 def test_the_accuracy_of_a_run_through_transformers(base: PreTrainedModel, keeper: GRPO) -> None:
@@ -24,7 +24,7 @@ def test_the_accuracy_of_a_run_through_transformers(base: PreTrainedModel, keepe
     before, after = learn_to_spell(agent)
     agent.clean_up()
     assert after > before + 0.03
-    assert after > expected - TOLERANCE
+    assert after > expected - ACCURACY_TOLERANCE
 
 
 def test_as_many_games_won_as_through_transformers(tmp_path: Path) -> None:
@@ -34,4 +34,4 @@ def test_as_many_games_won_as_through_transformers(tmp_path: Path) -> None:
     before, after = learn_to_guess(agent, tmp_path / "vllm")
     agent.clean_up()
     assert after > before + 0.1
-    assert after > expected - TOLERANCE
+    assert after > expected - GAMES_TOLERANCE
