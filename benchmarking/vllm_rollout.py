@@ -248,8 +248,7 @@ class Bench:
             "ratio_vllm_to_transformers": speed["vllm"] / speed["transformers"],
             # What other load on the machine disturbs least.
             "fastest_tokens_per_second": {
-                side: tokens / min(run["seconds"] for run in runs)
-                for side, runs in reports.items()
+                side: tokens / min(run["seconds"] for run in runs) for side, runs in reports.items()
             },
             "median_cpu_seconds": {
                 side: statistics.median(sum(run["cpu_seconds"].values()) for run in runs)
