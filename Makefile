@@ -78,10 +78,11 @@ format: install
 	$(BIN)/ruff format .
 
 # Run in a fresh environment after changing a range in pyproject.toml. The local part of torch's
-# version (+cpu, +cu130) is dropped: it names a build, not a version. CUDA builds of torch name their triton.
+# version (+cpu, +cu130) is dropped: it names a build, not a version. CUDA builds of torch and vLLM name
+# the versions of triton and apache-tvm-ffi that they need.
 constraints: install $(VENV)/.installed-bench $(VENV)/.installed-vllm
-	$(BIN)/python -m pip freeze --all --exclude pip --exclude triton --exclude-editable \
-	| sed 's/+[a-z0-9]*$$//' > constraints.tmp
+	$(BIN)/python -m pip freeze --all --exclude pip --exclude triton --exclude apache-tvm-ffi \
+	--exclude-editable | sed 's/+[a-z0-9]*$$//' > constraints.tmp
 	mv constraints.tmp constraints.txt
 
 clean:
