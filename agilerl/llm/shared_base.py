@@ -150,7 +150,6 @@ class SharedBase:
             yield
             return
         self.model.to("cpu")
-        torch.cuda.empty_cache()
         try:
             yield
         finally:

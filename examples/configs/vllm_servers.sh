@@ -1,22 +1,25 @@
 #!/usr/bin/env bash
-# Starts vLLM servers for agents with VLLMConfig(server_urls=...), one on each GPU, or on a machine without a
-# GPU as many as are asked for. Ctrl-C ends all of them.
+# Starts vLLM servers for agents with VLLMConfig(server_urls=...), one on each GPU that is visible, or on a machine
+# without a GPU as many as are asked for. Ctrl-C ends all of them.
 #
 #   bash examples/configs/vllm_servers.sh MODEL [NUMBER]
 #
 # MODEL is the directory or name of the base model, the same as the trainer's; the servers are at ports 8000,
-# 8001, ... Flags after the NUMBER go to vLLM: --max-model-len 4096, --tensor-parallel-size 2, ...
+# 8001, ... Flags after the NUMBER go to vLLM, such as --max-model-len 4096.
 # docs/vllm.md says what the flags below are for.
 #
 # Environment:
 #   PYTHON        of an environment with agilerl and vLLM (python)
 #   HOST          address to listen on (127.0.0.1); for trainers on other machines the one they reach
 #   PORT          of the first server (8000)
+#   GPUS          of each server (1); more than one also need --tensor-parallel-size
 #   VLLM_API_KEY  if it is set, servers ask for it and trainers send it
 set -euo pipefail
 model=${1:?usage: vllm_servers.sh MODEL [NUMBER] [FLAGS ...]}
 gpus=$(nvidia-smi --list-gpus 2> /dev/null | wc -l) || gpus=0
-number=${2:-$(( gpus > 0 ? gpus : 1 ))}
+IFS=, read -r -a visible <<< "${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $(( gpus - 1 )))}"
+each=${GPUS:-1}
+number=${2:-$(( gpus > 0 ? ${#visible[@]} / each : 1 ))}
 shift $(( $# > 1 ? 2 : 1 ))
 
 flags=(
@@ -33,10 +36,16 @@ if (( gpus == 0 )); then
 fi
 
 export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
-trap 'trap - EXIT; kill 0' EXIT INT TERM
+started=()
+# Each server is a process group of its own, with its engine.
+trap 'trap - EXIT; for pid in "${started[@]}"; do kill -- "-$pid" 2> /dev/null || true; done' EXIT INT TERM
 for (( n = 0; n < number; n++ )); do
-    (( gpus == 0 )) || export CUDA_VISIBLE_DEVICES=$n
-    "${PYTHON:-python}" -m vllm.entrypoints.openai.api_server --model "$model" \
+    if (( gpus > 0 )); then
+        own=("${visible[@]:n * each:each}")
+        export CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${own[*]}")
+    fi
+    setsid "${PYTHON:-python}" -m vllm.entrypoints.openai.api_server --model "$model" \
         --host "${HOST:-127.0.0.1}" --port $(( ${PORT:-8000} + n )) "${flags[@]}" "$@" &
+    started+=($!)
 done
 wait

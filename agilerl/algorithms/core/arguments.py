@@ -63,6 +63,7 @@ Rule = Callable[[str, Any], None]
 
 REQUIRED = inspect.Parameter.empty
 POSITIVE = Number(0, open_low=True)
+VLLM_MAX_TEMPERATURE = 2.0
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -238,6 +239,11 @@ class LLMArguments:
         )
         _check_hp_config(arguments, cls.argument_table())
         rank_batch_size(arguments["batch_size"], arguments["accelerator"])
+        require(
+            not arguments["use_vllm"] or arguments["temperature"] <= VLLM_MAX_TEMPERATURE,
+            f"temperature is {arguments['temperature']}; with use_vllm=True it must be at most "
+            f"{VLLM_MAX_TEMPERATURE}, which is vLLM's limit",
+        )
         least, most = arguments["min_output_tokens"], arguments["max_output_tokens"]
         require(
             least is None or most is None or least <= most,

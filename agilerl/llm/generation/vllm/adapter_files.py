@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import tempfile
-import weakref
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 
 from agilerl.checks import require
 from agilerl.llm.adapters import adapter_state_dict
+from agilerl.llm.generation.vllm.directories import remove_with
 from agilerl.llm.generation.vllm.engine import StagedAdapter
 from agilerl.llm.policy import Policy
 
@@ -25,6 +25,7 @@ _NOT_SERVED = (
     "trainable_token_indices", "layers_to_transform", "lora_bias", "fan_in_fan_out",
 )  # fmt: skip
 _numbers = itertools.count(1)
+MEMORY = "/dev/shm"
 
 
 def check_served(config: LoraConfig, limit: int) -> None:
@@ -51,18 +52,21 @@ class AdapterFiles:
     """Writes versions of a policy's adapters below one directory, which is removed at the end.
 
     Args:
-        directory: Where to make it; None: in memory where there is such a file system.
+        directory: Where to make it; None: in memory where there is such a file system with room
+            for them.
+        size: Bytes of a version.
     """
 
-    def __init__(self, directory: str | None) -> None:
+    def __init__(self, directory: str | None, size: int) -> None:
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)
-        elif os.access("/dev/shm", os.W_OK):
-            directory = "/dev/shm"
+        # Two versions lie there at a time; containers often have 64 MB.
+        elif os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 * size:
+            directory = MEMORY
         self._directory = Path(tempfile.mkdtemp(prefix="agilerl-lora-", dir=directory))
         # Servers may run as other users.
         self._directory.chmod(0o755)
-        self.close = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        self.close = remove_with(self, self._directory)
 
     def write(self, policy: Policy, tensors: dict[str, torch.Tensor]) -> StagedAdapter:
         """Write the adapter of a policy's role under a new name."""

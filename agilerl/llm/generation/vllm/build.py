@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import shutil
 import tempfile
 import weakref
 from dataclasses import replace
@@ -52,10 +52,9 @@ def build_vllm_generator(
         seed: The engine's.
 
     Raises:
-        ImportError: If vLLM is not installed.
+        ImportError: If vLLM, or a package to speak with servers, is not installed.
         ValueError: If vLLM cannot serve the policy.
         EngineError: If the engine does not start, or a server is not reachable.
-        ImportError: If there are servers, and a package to speak with them is missing.
     """
     base = policy.base
     require(
@@ -80,8 +79,19 @@ def build_vllm_generator(
         f"vllm_config.max_num_batched_tokens is {batched}; without a GPU vLLM runs prompts whole, "
         f"so it must be at least max_model_len, which is {length}, or None",
     )
-    # What only requests carry leaves the engine the same.
-    served = replace(config, stop_sequences=None, presence_penalty=0.0, frequency_penalty=0.0)
+    # What only generators and requests use leaves the engine the same; its timeouts are those of
+    # the agent that started it.
+    served = replace(
+        config,
+        stop_sequences=None,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        probe_tolerance=None,
+        request_timeout=VLLMConfig.request_timeout,
+        startup_timeout=VLLMConfig.startup_timeout,
+        max_retries=VLLMConfig.max_retries,
+        lora_staging_dir=None if config.server_urls is None else config.lora_staging_dir,
+    )
     key = (served, model_name, length)
     engine = shared.get(key)
     if engine is None or engine.ended:
@@ -118,13 +128,13 @@ def _start(
     model, saved = base.model, None
     path = config.vllm_model_name_or_path or model_name or model.name_or_path
     if not path:
-        # vLLM loads from disk; sleep level 2 and a restart load again.
-        saved = tempfile.mkdtemp(prefix="agilerl-base-")
+        # vLLM loads from disk; from sleep level 2 it loads again.
+        saved = Path(tempfile.mkdtemp(prefix="agilerl-base-"))
+        path = str(saved)
         with base.whole():
             tensors = base_tensors(base.peft or model)
             on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
             model.save_pretrained(saved, state_dict=on_cpu)
-        path = saved
     tokenizer = find_tokenizer(model_name, model.name_or_path)
     settings = engine_settings(
         config,
@@ -135,13 +145,7 @@ def _start(
         seed % 2**32,
         on_gpu=base.device.type == "cuda",
     )
-    try:
-        with base.offloaded() if config.sleep_mode else base.whole():
-            engine = ColocatedEngine(settings, config, base.device)
-    except BaseException:
-        if saved is not None:
-            shutil.rmtree(saved, ignore_errors=True)
-        raise
-    if saved is not None:
-        weakref.finalize(engine, shutil.rmtree, saved, ignore_errors=True)
-    return engine
+    # An engine that sleeps later needs the room now.
+    alone = config.sleep_mode and base.partition is None
+    with base.offloaded() if alone else contextlib.nullcontext():
+        return ColocatedEngine(settings, config, base.device, saved)

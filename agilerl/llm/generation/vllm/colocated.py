@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from agilerl.llm.generation.vllm.engine import Answer, EngineError, Request, Sta
 logger = logging.getLogger(__name__)
 
 LOG_LINES, LINE_LENGTH = 20, 500
+END_SECONDS = 30.0
 EXTENSION = "agilerl.llm.generation.vllm.sampler_extension.TrainerLogprobs"
 
 
@@ -95,12 +97,19 @@ class ColocatedEngine:
         settings: Arguments of :class:`vllm.LLM`.
         config: Its timeouts, and whether it sleeps.
         device: The trainer's.
+        model_directory: Of a model that was written for this engine, and is removed with it.
 
     Raises:
         EngineError: The engine did not start.
     """
 
-    def __init__(self, settings: dict[str, Any], config: VLLMConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        config: VLLMConfig,
+        device: torch.device,
+        model_directory: Path | None = None,
+    ) -> None:
         self._config = config
         self._sleeps = config.sleep_mode and device.type == "cuda"
         if config.sleep_mode and not self._sleeps:
@@ -108,14 +117,13 @@ class ColocatedEngine:
         self._users, self._call = 0, 0
         self._sending = threading.Lock()
         self._directory = Path(tempfile.mkdtemp(prefix="agilerl-vllm-"))
+        directories = [self._directory, *filter(None, [model_directory])]
         self._connection, theirs = Pipe()
-        # Nobody writes to it: its end tells the engine that the trainer has ended.
-        life_line, held = os.pipe()
-        arguments = [theirs.fileno(), life_line, self._directory]
+        arguments = [theirs.fileno(), os.getpid(), *directories]
         with (self._directory / "engine.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.engine_process", *map(str, arguments)],
-                pass_fds=[theirs.fileno(), life_line],
+                pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -123,7 +131,6 @@ class ColocatedEngine:
                 start_new_session=True,  # Ctrl-C is for the trainer, which ends the engine
             )
         theirs.close()
-        os.close(life_line)
         self.close = weakref.finalize(
             self,
             _end,
@@ -131,8 +138,7 @@ class ColocatedEngine:
             self._process,
             self._connection,
             self._sending,
-            held,
-            self._directory,
+            directories,
         )
         self._send(settings)
         try:
@@ -157,6 +163,7 @@ class ColocatedEngine:
     def awake(self) -> Iterator[None]:
         """Within it the engine holds its GPU memory; may be nested."""
         if self._sleeps and self._users == 0:
+            torch.cuda.empty_cache()  # what the trainer keeps for later would be in its way
             self._ask("wake_up", self._config.sleep_mode_level)
         self._users += 1
         try:
@@ -204,20 +211,22 @@ class ColocatedEngine:
         while True:
             try:
                 if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                    self._fail(f"made no progress for {timeout:g} s, and was ended")
+                    self._end_and_raise(f"made no progress for {timeout:g} s, and was ended")
                 call, kind, result = self._connection.recv()
             except (EOFError, OSError) as error:
-                self._fail("has ended", error)
+                self._end_and_raise("has ended", error)
             if call != self._call:  # of a call that an exception interrupted
                 continue
             if kind == "alive":
                 deadline = time.monotonic() + timeout
+            elif kind == "refused":
+                self._raise(f"refused a request: {result}")
             elif kind == "failed":
-                self._raise(f"failed: {result}")
+                self._end_and_raise(f"failed: {result}")
             else:
                 return result
 
-    def _fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
+    def _end_and_raise(self, what: str, cause: BaseException | None = None) -> NoReturn:
         """End the engine, and raise EngineError."""
         try:
             self._raise(what, cause)
@@ -239,7 +248,7 @@ class ColocatedEngine:
 
 
 def _environment(config: VLLMConfig, device: torch.device) -> dict[str, str]:
-    """The engine's: it is no rank of the trainer's, and sees the trainer's device only."""
+    """The engine's: it is no rank of the trainer's, and sees no GPU but its own."""
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
     environment = {
         name: value
@@ -253,12 +262,13 @@ def _environment(config: VLLMConfig, device: torch.device) -> dict[str, str]:
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # the last lines should say something
     if device.type == "cuda":
-        if config.tensor_parallel_size == 1:
-            index = torch.cuda.current_device() if device.index is None else device.index
-            visible = environment.get("CUDA_VISIBLE_DEVICES")
-            environment["CUDA_VISIBLE_DEVICES"] = (
-                str(index) if not visible else visible.split(",")[index]
-            )
+        own = torch.cuda.current_device() if device.index is None else device.index
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        every = range(torch.cuda.device_count())
+        devices = visible.split(",") if visible else list(map(str, every))
+        # The trainer's, then as many others as tensor parallelism takes.
+        chosen = [devices[own], *devices[:own], *devices[own + 1 :]][: config.tensor_parallel_size]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     else:
         # Trainer and engine work in turns, so neither is bound to cores of its own.
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -270,14 +280,17 @@ def _end(
     process: subprocess.Popen[bytes],
     connection: Connection,
     sending: threading.Lock,
-    life_line: int,
-    directory: Path,
+    directories: Sequence[Path],
 ) -> None:
     if os.getpid() != owner:  # a fork of the trainer ends, whose engine it is
         return
-    process.kill()
-    process.wait()
-    with sending:  # what could not be sent has failed now
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # with the workers of tensor parallelism
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        logger.error("The vLLM engine (process %d) could not be killed", process.pid)
+    if sending.acquire(timeout=END_SECONDS):  # what could not be sent has failed now
         connection.close()
-    os.close(life_line)
-    shutil.rmtree(directory, ignore_errors=True)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)

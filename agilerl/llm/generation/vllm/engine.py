@@ -22,7 +22,7 @@ class StagedAdapter:
     name: str
     """Unlike that of every other version of every adapter, so that nothing cached is mistaken."""
     number: int
-    """Likewise."""
+    """vLLM's ``lora_int_id``: of no other version in this process."""
     path: str
 
 

@@ -19,6 +19,7 @@ from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.generation.vllm.engine import (
     Answer,
     Engine,
+    EngineError,
     Request,
     Sample,
     StagedAdapter,
@@ -34,7 +35,7 @@ class VLLMGenerator:
         policy: Whose weights and role to generate with, until :meth:`sync` names another.
         engine: Serves the policy's base.
         config: Timeouts, penalties and the probe's tolerance.
-        offload_base: Move the trainer's base to host memory while the engine works.
+        offload_base: Move the trainer's base to host memory while an engine that sleeps works.
         model_name: That the base was loaded by.
 
     Attributes:
@@ -55,9 +56,12 @@ class VLLMGenerator:
         model_name: str | None = None,
     ) -> None:
         self.policy, self.engine, self.config = policy, engine, config
-        self._offload_base = offload_base and policy.base.partition is None
+        # It makes room for an engine that sleeps otherwise.
+        sleeps, whole = engine.sleep_level > 0, policy.base.partition is None
+        self._offload_base = offload_base and sleeps and whole
         self._model_name = model_name
-        self._files = AdapterFiles(config.lora_staging_dir)
+        size = sum(p.nbytes for role in policy.roles for p in policy.parameters(role).values())
+        self._files = AdapterFiles(config.lora_staging_dir, size)
         self._served: StagedAdapter | None = None
         self._served_digest: str | None = None
         self._last_probe: dict[str, tuple[probe.Expected, Answer]] = {}
@@ -98,19 +102,19 @@ class VLLMGenerator:
         # Before the base leaves the device.
         expected = probe.expected_logprobs(self.policy) if probing else None
         offloaded = self.policy.base.offloaded() if self._offload_base else contextlib.nullcontext()
+        self._served_digest = None  # until all of it has worked
         with offloaded, self.engine.awake():
             if changed:
-                self._served_digest = None  # until all of it has worked
                 self._serve(tensors)
             if expected is not None:
                 self._probe(expected)
-            self._served_digest = digest
             self.sync_seconds = time.perf_counter() - started
             self._in_session = True
             try:
                 yield
             finally:
                 self._in_session = False
+        self._served_digest = digest
 
     def _serve(self, tensors: dict[str, torch.Tensor]) -> None:
         """Have the engine serve a new version of the adapter in place of the last."""
@@ -158,7 +162,9 @@ class VLLMGenerator:
             names = self._model_name, self.policy.base.model.name_or_path
             required_tokenizer("stop_sequences", sampling.stop_sequences, *names)
         limits = [new_token_limit(prompt, sampling) for prompt in prompts]
-        seeds = torch.randint(2**31, (len(prompts),), generator=rng).tolist()
+        seeds = [0] * len(prompts)
+        if not sampling.greedy:
+            seeds = torch.randint(2**31, (len(prompts),), generator=rng).tolist()
         parameters = partial(sampling_parameters, sampling, self.config, samples_per_prompt)
         with self.session():
             assert self._served is not None
@@ -173,7 +179,7 @@ class VLLMGenerator:
         """Have the engine forget the adapter; it ends with the last generator that uses it."""
         if self._served is not None:
             served, self._served, self._served_digest = self._served, None, None
-            with contextlib.suppress(Exception):  # it may have died, which was reported
+            with contextlib.suppress(EngineError):  # it may have died, which was reported
                 self.engine.unload_adapter(served)
         self._files.close()
         del self.engine

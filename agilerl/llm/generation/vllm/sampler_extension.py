@@ -72,7 +72,9 @@ def _sample_scaled_v2(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Model runner V2's, with scaled logits where it returns the filtered ones."""
-    sampled, _ = _sample_v2(self, logits, expanded_idx_mapping, *args, **kwargs)
+    sampled, filtered = _sample_v2(self, logits, expanded_idx_mapping, *args, **kwargs)
+    if not kwargs["return_logprobs"]:
+        return sampled, filtered
     temperature = self.sampling_states.temperature.gpu[expanded_idx_mapping]
     return sampled, _scaled(logits, temperature)
 
