@@ -77,7 +77,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         top_p: Nucleus sampling; 1.0: off.
         top_k: Number of most likely tokens to sample from; 0 or None: off.
         min_p: Lowest probability of a token, relative to the most likely one; 0.0: off.
-        use_memory_efficient_params: No effect without colocated vLLM.
+        use_memory_efficient_params: Move the base to host memory during rollouts of a vLLM engine
+            that sleeps otherwise.
         calc_position_embeddings: Pass position ids to the model. False for models that take none:
             then only prompts of equal length are batched.
         micro_batch_size_per_gpu: Sequences per forward and backward of a process; None: its share

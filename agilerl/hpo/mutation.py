@@ -46,8 +46,8 @@ class Mutations:
         mutation_sd: Has no effect on hyperparameters.
         activation_selection: Likewise.
         mutate_elite: Whether the best agent is mutated like any other.
-        rand_seed: Of :meth:`mutation`; None: another one every time. The training functions draw
-            from a stream of each generation's own.
+        rand_seed: Of :meth:`mutation`; None: another one every time. It has no effect in the
+            training functions, which draw from a stream of each generation's own.
         device: Has no effect: agents know theirs.
         accelerator: Likewise.
 

@@ -44,7 +44,7 @@ def next_generation(
         agents[place].clean_up()
         agents[place] = clone
     for place, agent in enumerate(agents):
-        elite = place == best and not mutation.mutate_elite
+        elite = place == parents[place] == best and not mutation.mutate_elite
         if elite or (mutation.only_replaced and place not in clones):
             agent.mut = None
         else:

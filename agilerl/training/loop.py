@@ -235,7 +235,8 @@ class TrainingLoop:
         selection, mutation = self.options.tournament, self.options.mutation
         if selection is None or mutation is None or not self._evolution_is_due():
             return
-        seed = selection.rand_seed or self.population.seed
+        own = selection.rand_seed
+        seed = self.population.seed if own is None else own
         next_generation(self.population, selection, mutation, self.iteration, seed)
         self.log.write_lineage(self.population.generations)
 

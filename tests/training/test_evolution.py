@@ -21,11 +21,15 @@ from resume_helpers import (
     seed_all,
     state_of,
 )
+from training_fakes import FakeGym
 
 from agilerl.algorithms import GRPO
 from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
 from agilerl.hpo import Mutations, PerturbOrResample, TournamentSelection, TruncationSelection
 from agilerl.hpo.selection import Selection
+from agilerl.training.collectors import ReasoningCollector
+from agilerl.training.generation import next_generation
+from agilerl.training.population import Population
 
 SCHEDULES: dict[str, Any] = {
     "tournament": lambda: {
@@ -176,3 +180,35 @@ def test_members_share_one_base_and_leave_nothing_behind(tmp_path: Path) -> None
 def test_bad_options(tmp_path: Path, options: Any, error: Any, says: str) -> None:
     with pytest.raises(error, match=says):
         RUNS["reasoning"](tmp_path, pop=agents(), **options)
+
+
+class Swap(Selection):
+    """The first two members exchange places."""
+
+    def parents(self, scores: Any, rng: Any) -> list[int]:
+        return [1, 0, 2]
+
+
+def test_an_agent_at_the_place_of_the_best_is_mutated_if_it_is_another() -> None:
+    pop = agents()
+    for agent, fitness in zip(pop, (0.9, 0.1, 0.5), strict=True):
+        agent.fitness.append(fitness)
+    population = Population(pop, [ReasoningCollector(FakeGym())] * 3)
+    mutation = Mutations(0, 0, 0, 0, 0, 1, mutate_elite=False)
+    next_generation(population, Swap(3, 1, None), mutation, iteration=1, seed=0)
+    assert all(agent.mut for agent in pop)
+    assert [agent.fitness[-1] for agent in pop] == [0.1, 0.9, 0.5]
+    for agent in pop:
+        agent.clean_up()
+
+
+@pytest.mark.parametrize(("seed", "same"), [(0, False), (None, True)])
+def test_a_selections_own_seed_counts(seed: int | None, same: bool, tmp_path: Path) -> None:
+    found = []
+    for number, own in enumerate((None, seed)):
+        seed_all()
+        selection = TournamentSelection(1, elitism=False, population_size=3, rand_seed=own)
+        path = tmp_path / str(number)
+        options = {"tournament": selection, "evo_steps": 1}
+        found.append(run("reasoning", path, "tournament", **options)["lineage"])
+    assert (found[0] == found[1]) == same

