@@ -281,6 +281,11 @@ def base_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
     return found
 
 
+def base_state_dict(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
+    """The same on the CPU, for files."""
+    return {n: tensor.detach().cpu().contiguous() for n, tensor in base_tensors(model).items()}
+
+
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel | PeftModel) -> str:
     """A digest that tells a base from others of its shape, 16 hexadecimal digits.

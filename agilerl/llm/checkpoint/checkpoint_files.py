@@ -32,7 +32,7 @@ from agilerl.llm.checkpoint.optimizer_shards import read_shards, write_shard
 from agilerl.llm.checkpoint.schema import check, damaged, reading
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.policy import Policy
-from agilerl.llm.shared_base import base_tensors
+from agilerl.llm.shared_base import base_state_dict
 
 if TYPE_CHECKING:
     from agilerl.llm.engine.zero import ZeroEngine
@@ -129,11 +129,10 @@ def write_checkpoint(
 def _full_actor(policy: Policy) -> dict[str, Any]:
     """Base and adapters, and the configurations that the base is rebuilt from."""
     adapters = {r: adapter_state_dict(policy.model, s) for r, s in policy.slots.items()}
-    base = {n: t.detach().cpu().contiguous() for n, t in base_tensors(policy.model).items()}
     model = policy.base.model
     generation = model.generation_config or GenerationConfig()
     return {
-        "actor_state_dict": base | adapters.pop("actor"),
+        "actor_state_dict": base_state_dict(policy.model) | adapters.pop("actor"),
         "adapter_state_dicts": adapters,
         # As JSON has them, whatever enumerations and sets are in them.
         "lora_configs": {

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -15,7 +16,6 @@ from safetensors.torch import save_file
 
 from agilerl.checks import require
 from agilerl.llm.adapters import adapter_state_dict
-from agilerl.llm.generation.vllm.directories import remove_with
 from agilerl.llm.generation.vllm.engine import StagedAdapter
 from agilerl.llm.policy import Policy
 
@@ -66,7 +66,7 @@ class AdapterFiles:
         self._directory = Path(tempfile.mkdtemp(prefix="agilerl-lora-", dir=directory))
         # Servers may run as other users.
         self._directory.chmod(0o755)
-        self.close = remove_with(self, self._directory)
+        self.close = weakref.finalize(self, _remove, os.getpid(), self._directory)
 
     def write(self, policy: Policy, tensors: dict[str, torch.Tensor]) -> StagedAdapter:
         """Write the adapter of a policy's role under a new name."""
@@ -83,6 +83,11 @@ class AdapterFiles:
     def remove(adapter: StagedAdapter) -> None:
         """Delete a version that is no longer served."""
         shutil.rmtree(adapter.path, ignore_errors=True)
+
+
+def _remove(process: int, directory: Path) -> None:
+    if os.getpid() == process:  # not at the end of a fork
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def current_tensors(policy: Policy) -> tuple[dict[str, torch.Tensor], str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import tempfile
 import weakref
 from dataclasses import replace
@@ -21,9 +20,7 @@ from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.generation.vllm.engine import Engine
 from agilerl.llm.generation.vllm.generator import VLLMGenerator
 from agilerl.llm.policy import Policy
-from agilerl.llm.shared_base import SharedBase, base_tensors
-
-logger = logging.getLogger(__name__)
+from agilerl.llm.shared_base import SharedBase, base_state_dict
 
 _Shared = weakref.WeakValueDictionary[tuple[VLLMConfig, str | None, int], Engine]
 # An engine ends with the last generator that uses it.
@@ -132,9 +129,7 @@ def _start(
         saved = Path(tempfile.mkdtemp(prefix="agilerl-base-"))
         path = str(saved)
         with base.whole():
-            tensors = base_tensors(base.peft or model)
-            on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-            model.save_pretrained(saved, state_dict=on_cpu)
+            model.save_pretrained(saved, state_dict=base_state_dict(base.peft or model))
     tokenizer = find_tokenizer(model_name, model.name_or_path)
     settings = engine_settings(
         config,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.generation.vllm.engine import Answer, EngineError
 from agilerl.llm.policy import Policy
-
-logger = logging.getLogger(__name__)
 
 LENGTH = 24
 """Tokens of the sequence."""
