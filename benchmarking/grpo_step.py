@@ -10,19 +10,15 @@ both. Prints medians, their ratio and the memory each adds to its start, and wri
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import shlex
 import statistics
-import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from measure import describe_machine, load_average
+from report import run_workloads
 from workloads import WORKLOADS, Workload
 
 SIDES = ("agilerl", "trl")
@@ -170,23 +166,13 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sides = (arguments.only,) if arguments.only else SIDES
     names = list(WORKLOADS) if arguments.workload == "all" else [arguments.workload]
-    results: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **describe_machine(arguments.threads),
-        "workloads": {},
-    }
-    for name in names:
+
+    def run(name: str) -> dict[str, Any]:
         workload = WORKLOADS[name]
         steps = arguments.steps or workload.measured_steps
-        result = run_workload(workload, sides, steps, arguments.threads)
-        results["workloads"][name] = result
-        print_summary(name, result)
-    results["load_average_at_end"] = load_average()
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-        print(f"written to {arguments.out}")
+        return run_workload(workload, sides, steps, arguments.threads)
+
+    run_workloads(names, run, print_summary, arguments.threads, arguments.out)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,16 @@ feedback, and the whole is the next prompt. Prints seconds and tokens run per tu
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measure import describe_machine, load_average
+from report import run_workloads
 
 if TYPE_CHECKING:
     import torch
@@ -226,23 +222,13 @@ def main() -> None:
     # Read when torch is loaded, which is only below.
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    results: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **describe_machine(arguments.threads),
-        "workloads": {},
-    }
     names = list(WORKLOADS) if arguments.workload == "all" else [arguments.workload]
-    for name in names:
+
+    def run(name: str) -> dict[str, Any]:
         workload = WORKLOADS[name]
-        result = run_workload(workload, arguments.plays or workload.plays)
-        results["workloads"][name] = result
-        print_summary(name, result)
-    results["load_average_at_end"] = load_average()
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-        print(f"written to {arguments.out}")
+        return run_workload(workload, arguments.plays or workload.plays)
+
+    run_workloads(names, run, print_summary, arguments.threads, arguments.out)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,14 @@ memory in use at each stage.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measure import describe_machine, load_average
+from report import run_workloads
 
 if TYPE_CHECKING:
     import torch
@@ -305,24 +301,13 @@ def main() -> None:
     arguments = parse_arguments()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
-    results: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **describe_machine(threads),
-        "device": arguments.device,
-        "workloads": {},
-    }
-    for name in [arguments.config] if arguments.config else ON_CPU:
+    names = [arguments.config] if arguments.config else ON_CPU
+
+    def run(name: str) -> dict[str, Any]:
         workload = WORKLOADS[name]
-        bench = Bench(workload, arguments.device)
-        result = bench.run(arguments.rollouts or workload.rollouts)
-        results["workloads"][name] = result
-        print_summary(name, result)
-    results["load_average_at_end"] = load_average()
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-        print(f"written to {arguments.out}")
+        return Bench(workload, arguments.device).run(arguments.rollouts or workload.rollouts)
+
+    run_workloads(names, run, print_summary, threads, arguments.out, device=arguments.device)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,16 @@ from agilerl.testing import (
 )
 from agilerl.training.train_llm import finetune_llm_multiturn
 
+SETTINGS: dict[str, Any] = {
+    "group_size": 8,
+    "lr": 1e-3,
+    "beta": 0.0,
+    "max_grad_norm": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "gradient_checkpointing": False,
+}
 ITERATIONS = 40
 HELD_OUT = 150
 HELD_OUT_SEEDS = range(1_000_000_000, 1_000_000_064)
@@ -27,20 +37,12 @@ HELD_OUT_SEEDS = range(1_000_000_000, 1_000_000_064)
 def speller(agent_class: type[GRPO] = GRPO, **arguments: Any) -> GRPO:
     """An agent on the bundled model for :func:`learn_to_spell`."""
     model, tokenizer = load_bundled_model()
-    settings = {
+    settings = SETTINGS | {
         "actor_network": model,
         "pad_token_id": tokenizer.pad_token_id,
         "pad_token": tokenizer.pad_token,
         "batch_size": 64,
-        "group_size": 8,
-        "lr": 1e-3,
-        "beta": 0.0,
-        "max_grad_norm": 1.0,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
         "max_output_tokens": 10,
-        "gradient_checkpointing": False,
     }
     return agent_class(**(settings | arguments))
 
@@ -83,23 +85,15 @@ def sampled_accuracy(agent: GRPO, env: ReasoningGym) -> float:
 def player(credit: str = "trajectory", **arguments: Any) -> GRPO:
     """An agent on the bundled model for :func:`learn_to_guess`."""
     model, tokenizer = load_bundled_model("guess_the_number")
-    settings = {
+    settings = SETTINGS | {
         "actor_network": model,
         "pad_token_id": tokenizer.pad_token_id,
         "pad_token": tokenizer.pad_token,
         "advantage_granularity": credit,
         "lora_config": LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
         "batch_size": 128,
-        "group_size": 8,
-        "lr": 1e-3,
-        "beta": 0.0,
-        "max_grad_norm": 1.0,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
         "max_output_tokens": 12,
         "max_model_len": 512,
-        "gradient_checkpointing": False,
     }
     return GRPO(**(settings | arguments))
 

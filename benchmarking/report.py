@@ -1,0 +1,49 @@
+"""What every benchmark does around its workloads: describe the machine, print and write results."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from measure import describe_machine, load_average
+
+
+def run_workloads(
+    names: Iterable[str],
+    run: Callable[[str], dict[str, Any]],
+    print_summary: Callable[[str, dict[str, Any]], None],
+    threads: int,
+    out: Path | None,
+    **facts: Any,
+) -> None:
+    """Run workloads one after the other, print each result, and write them all.
+
+    Args:
+        names: Of the workloads.
+        run: The result of one.
+        print_summary: Prints it.
+        threads: CPU threads torch uses, for the file.
+        out: The file; None: nowhere.
+        **facts: What else belongs at the top of the file.
+    """
+    results: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **describe_machine(threads),
+        **facts,
+        "workloads": {},
+    }
+    for name in names:
+        result = run(name)
+        results["workloads"][name] = result
+        print_summary(name, result)
+    results["load_average_at_end"] = load_average()
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=2) + "\n")
+        print(f"written to {out}")
