@@ -179,10 +179,11 @@ def set_hyperparameter(agent: Any, name: str, parameter: RLParameter, value: flo
     new = with_magnitude(old, value)
     agent.argument_table()[name].check(name, new)
     agent.set_attributes({name: new})
-    return f"{name} {_text(old)} -> {_text(new)}{note}"
+    return f"{name} {value_text(old)} -> {value_text(new)}{note}"
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A hyperparameter as it is shown; of floats four digits."""
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(_text, value))})"
+        return f"({', '.join(map(value_text, value))})"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -239,6 +239,7 @@ class TrainingLoop:
         seed = self.population.seed if own is None else own
         next_generation(self.population, selection, mutation, self.iteration, seed)
         self.log.write_lineage(self.population.generations)
+        self.log.show_generation(self.population.generations)
 
     def _row(self, member: Member) -> Row:
         return {
@@ -249,7 +250,8 @@ class TrainingLoop:
         }
 
     def _write_rows(self, rows: list[Row]) -> None:
-        self.log.write_rows(rows, max(member.consumed for member in self.population))
+        consumed = max(member.consumed for member in self.population)
+        self.log.write_rows(rows, consumed, self.population.best)
 
     def _at_bound(self) -> bool:
         """Whether time is up, or an agent at ``max_steps``, or a collector at ``num_epochs``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from agilerl.hpo import Mutations, PerturbOrResample, TournamentSelection, Trunc
 from agilerl.hpo.selection import Selection
 from agilerl.training.collectors import ReasoningCollector
 from agilerl.training.generation import next_generation
+from agilerl.training.logs.generation_table import generation_table
 from agilerl.training.population import Population
 
 SCHEDULES: dict[str, Any] = {
@@ -111,6 +113,42 @@ class BestOnly(Selection):
 
     def parents(self, scores: Any, rng: Any) -> list[int]:
         return [scores.index(max(scores))] * len(scores)
+
+
+def test_each_generation_is_printed_as_a_table(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seed_all()
+    run("reasoning", tmp_path, "tournament", verbose=True)
+    printed = capfd.readouterr().out.splitlines()
+    generations = json.loads((tmp_path / "lineage.json").read_text())["generations"]
+    for number, generation in enumerate(generations, 1):
+        title = f"Generation {number}, after iteration {generation['iteration']}"
+        header, *lines = printed[printed.index(title) + 1 :][:4]
+        names = ["lr", "clip_coef", "group_size", "temperature"]
+        assert header.split() == ["agent", "fitness", "parent", *names, "mutation"]
+        for line, member in zip(lines, generation["members"], strict=True):
+            agent, fitness, parent, *values = line.split(maxsplit=7)
+            assert (int(agent), int(parent)) == (member["agent"], member["parent"])
+            shown = [float(fitness), *map(float, values[:4])]
+            expected = [member["fitness"], *(member["hyperparameters"][name] for name in names)]
+            assert shown == pytest.approx(expected, rel=1e-3)
+            assert values[4:] == ([member["mutation"]] if member["mutation"] else [])
+
+
+def test_the_table_of_members_with_different_hyperparameters() -> None:
+    members = [
+        {"agent": 0, "parent": 1, "fitness": -math.inf, "mutation": "lr 0.0001 -> 0.00012",
+         "hyperparameters": {"lr": 0.00012, "clip_coef": [0.8, 1.25]}},
+        {"agent": 1, "parent": 1, "fitness": 0.5, "mutation": None,
+         "hyperparameters": {"lr": 1 / 3}},
+    ]  # fmt: skip
+    assert generation_table(2, {"iteration": 7, "members": members}).splitlines() == [
+        "Generation 2, after iteration 7",
+        "agent  fitness  parent       lr    clip_coef  mutation",
+        "    0     -inf       1  0.00012  (0.8, 1.25)  lr 0.0001 -> 0.00012",
+        "    1      0.5       1   0.3333            -",
+    ]
 
 
 def test_the_elite_is_saved_as_it_scored(tmp_path: Path) -> None:

@@ -123,15 +123,15 @@ def test_all_samples_wait_for_room_and_only_written_ones_count(tmp_path: Path) -
 def test_tensorboard_goes_on_once_there_is_room_again(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    row = {"iteration": 1.0, "agent": 0.0, **{f"m{i}": float(i) for i in range(25)}}
+    values = {f"agent_0/m{i}": float(i) for i in range(25)}
     sink = TensorBoardSink(tmp_path)
-    sink.write(row)
+    sink.write(1, values)
     (file,) = tmp_path.iterdir()
     with files_up_to(file.stat().st_size + 100):
         for iteration in (2, 3):
             with pytest.raises(OSError, match="too large"):
-                sink.write(row | {"iteration": iteration})
-    sink.write(row | {"iteration": 4})
+                sink.write(iteration, values)
+    sink.write(4, values)
     sink.close(failed=False)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert sorted({e.step for e in events.Scalars("agent_0/m24")}) == [1, 2, 3, 4]

@@ -216,16 +216,27 @@ def test_config_notes_the_facts(tmp_path: Path) -> None:
 def test_tensorboard_event_files(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train([FakeAgent(0), FakeAgent(1)], tensorboard=True, tensorboard_log_dir="t")
+    # Fitness of 1/3, 3/3 and 0/3, and of 2/3 throughout.
+    pop = [FakeAgent(0, skill=[1, 3, 0]), FakeAgent(1, skill=[2])]
+    options = {"tensorboard": True, "tensorboard_log_dir": "t", "evaluation_interval": 2}
+    train(pop, FakeGym(rows=12), max_steps=7, **options)
     (run,) = (tmp_path / "t").iterdir()
     assert run.name.startswith("GSPO-digits-")
     events = EventAccumulator(str(run)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("agent_0/reward_mean")] == [
         (1, 0.5),
         (2, 0.5),
+        (3, 0.5),
+        (4, 0.5),
     ]
-    assert [e.step for e in events.Scalars("agent_1/fitness")] == [0, 2]
-    assert [e.value for e in events.Scalars("agent_1/mean_kl")] == [0.25, 0.5]
+    assert [e.step for e in events.Scalars("agent_1/fitness")] == [0, 2, 4]
+    assert [e.value for e in events.Scalars("agent_1/mean_kl")] == [0.25, 0.5, 0.75, 1.0]
+    assert [(e.step, e.value) for e in events.Scalars("best/fitness")] == [
+        (0, pytest.approx(2 / 3)),
+        (2, 1.0),
+        (4, 1.0),
+    ]
+    assert [e.value for e in events.Scalars("best/agent")] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.process
@@ -250,6 +261,8 @@ finetune_llm_reasoning(
         "tiny-model",
         "agent_0/reward_mean",
         "agent_1/",
+        "best/fitness",
+        "best/agent",
     ):
         assert expected.encode() in content, expected
     written = [path for path in tmp_path.rglob("*") if path.is_file()]

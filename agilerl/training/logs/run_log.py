@@ -16,19 +16,26 @@ from agilerl.training.logs.files import (
     LineageFile,
     MetricsCsv,
 )
+from agilerl.training.logs.generation_table import generation_table
 from agilerl.training.logs.progress_bar import ProgressBar
-from agilerl.training.logs.sinks import TensorBoardSink, WandbSink
+from agilerl.training.logs.sinks import (
+    TensorBoardSink,
+    WandbSink,
+    series_of_agent,
+    series_of_best,
+)
 from agilerl.training.options import TrainingOptions
+from agilerl.training.population import Best
 from agilerl.training.protocols import Row
 
 logger = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """Where rows go."""
+class Tracker(Protocol):
+    """Shows series of values over iterations."""
 
-    def write(self, row: Row) -> None:
-        """Take one row, so that it outlives a kill right after."""
+    def write(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Take values by name of the series, so that they outlive a kill right after."""
 
     def close(self, failed: bool) -> None:
         """End; ``failed`` says that the run crashed."""
@@ -61,14 +68,14 @@ class RunLog:
         self._metrics = MetricsCsv(directory / METRICS_FILE)
         self._completions = CompletionsFile(directory / COMPLETIONS_FILE)
         self._lineage = LineageFile(directory / LINEAGE_FILE)
-        self._sinks: list[Sink] = [self._metrics]
+        self._trackers: list[Tracker] = []
         self._wandb: WandbSink | None = None
         self._failing: set[object] = set()
         if options.tensorboard:
             parent = options.tensorboard_log_dir
             log_dir = directory / "tensorboard" if parent is None else Path(parent) / name
             # The iterations that are repeated replace those after the checkpoint.
-            self._sinks.append(
+            self._trackers.append(
                 TensorBoardSink(log_dir, None if resumed is None else resumed["iteration"] + 1)
             )
         if options.wb:
@@ -80,22 +87,26 @@ class RunLog:
                 options.wandb_api_key,
                 run_id=None if resumed is None else resumed["log"]["wandb_run_id"],
             )
-            self._sinks.append(self._wandb)
+            self._trackers.append(self._wandb)
         done = 0
         if resumed is not None:
             done = max(agent["steps_of_run"] for agent in resumed["agents"])
         self._bar = ProgressBar(total, enabled=options.verbose, done=done)
+        self._verbose = options.verbose
 
-    def write_rows(self, rows: Sequence[Row], consumed: int) -> None:
+    def write_rows(self, rows: Sequence[Row], consumed: int, best: Best | None = None) -> None:
         """Write one iteration: a row per agent.
 
         Args:
             rows: One per agent.
             consumed: Steps per agent so far, for the progress bar.
+            best: The highest fitness so far; trackers show it where the iteration was evaluated.
         """
         for row in rows:
-            for sink in self._sinks:
-                self._try(sink, sink.write, row)
+            self._try(self._metrics, self._metrics.write, row)
+            self._track(row, series_of_agent(row))
+        if best is not None and any("fitness" in row for row in rows):
+            self._track(rows[0], series_of_best(best))
         self._bar.update(consumed, rows)
 
     def write_samples(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
@@ -105,6 +116,11 @@ class RunLog:
     def write_lineage(self, generations: Sequence[Mapping[str, Any]]) -> None:
         """Write who descends from whom; see :class:`LineageFile`."""
         self._try(self._lineage, self._lineage.write, generations)
+
+    def show_generation(self, generations: Sequence[Mapping[str, Any]]) -> None:
+        """Print the last generation as a table, unless the run is to be silent."""
+        if self._verbose:
+            self.say(generation_table(len(generations), generations[-1]))
 
     def sync(self) -> None:
         """Flush the files to disk, before a checkpoint that counts their lines."""
@@ -127,10 +143,15 @@ class RunLog:
         """Close all; ``failed`` marks the W&B run as crashed."""
         self._bar.close()
         self._try(self._completions, self._completions.close)
-        for sink in self._sinks:
-            self._try(sink, sink.close, failed)
+        self._try(self._metrics, self._metrics.close)
+        for tracker in self._trackers:
+            self._try(tracker, tracker.close, failed)
         if self._failing:
             logger.error("The run has ended, and metrics or samples that waited for room are lost")
+
+    def _track(self, row: Row, values: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            self._try(tracker, tracker.write, int(row["iteration"]), values)
 
     def _try(self, target: object, write: Callable[..., None], *arguments: Any) -> None:
         """Call a method of ``target`` that may find no room, and say so once until it does."""
@@ -154,13 +175,16 @@ class NoLog(RunLog):
     def __init__(self) -> None:
         self._bar = ProgressBar(None, enabled=False)
 
-    def write_rows(self, rows: Sequence[Row], consumed: int) -> None:
+    def write_rows(self, rows: Sequence[Row], consumed: int, best: Best | None = None) -> None:
         """Do nothing."""
 
     def write_samples(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
         """Do nothing."""
 
     def write_lineage(self, generations: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing."""
+
+    def show_generation(self, generations: Sequence[Mapping[str, Any]]) -> None:
         """Do nothing."""
 
     def sync(self) -> None:

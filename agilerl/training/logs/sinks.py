@@ -1,4 +1,8 @@
-"""The trackers a run can report to: TensorBoard and W&B, each imported only when asked."""
+"""The trackers a run can report to: TensorBoard and W&B, each imported only when asked.
+
+Both show series over iterations: ``agent_<index>/<metric>`` of every member, and ``best/fitness``
+with ``best/agent``, the highest fitness so far and whose it was.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agilerl.training.population import Best
 from agilerl.training.protocols import Row
 
 if TYPE_CHECKING:
@@ -15,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """Rows as scalars ``agent_<index>/<metric>`` over iterations.
+    """Series as TensorBoard's scalars.
 
-    Rows that cannot be written are kept and written with the next one that can. As an error ends
+    Values that cannot be written are kept and written with the next one that can. As an error ends
     the thread that TensorBoard writes with, that takes a new event file.
 
     Args:
@@ -28,16 +33,16 @@ class TensorBoardSink:
 
     def __init__(self, log_dir: Path, first: int | None = None) -> None:
         self._log_dir = log_dir
-        self._waiting: list[Row] = []
+        self._waiting: list[tuple[int, Mapping[str, float]]] = []
         self._writer: SummaryWriter | None = self._open(first)
 
-    def write(self, row: Row) -> None:
-        """Add and flush the row's scalars.
+    def write(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Add and flush an iteration's values, by name of the series.
 
         Raises:
             OSError: If that is not possible now.
         """
-        self._waiting.append(row)
+        self._waiting.append((iteration, values))
         self._write_waiting()
 
     def close(self, failed: bool) -> None:
@@ -51,9 +56,9 @@ class TensorBoardSink:
         if self._writer is None:
             self._writer = self._open()
         try:
-            for row in self._waiting:
-                for tag, value in _tagged(row).items():
-                    self._writer.add_scalar(tag, value, global_step=int(row["iteration"]))
+            for iteration, values in self._waiting:
+                for tag, value in values.items():
+                    self._writer.add_scalar(tag, value, global_step=iteration)
             self._writer.flush()
         except OSError:
             broken, self._writer = self._writer, None
@@ -69,7 +74,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Rows as W&B metrics ``agent_<index>/<metric>`` over iterations.
+    """Series as metrics of a W&B run.
 
     Args:
         name: Name of the W&B run.
@@ -105,13 +110,28 @@ class WandbSink:
         self.run_id: str | None = self._run.id
         """What W&B calls the run."""
 
-    def write(self, row: Row) -> None:
-        """Log the row; W&B merges the rows that agents have for the same iteration."""
-        self._run.log(_tagged(row), step=int(row["iteration"]))
+    def write(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Log an iteration's values; W&B merges those that come one after the other."""
+        self._run.log(dict(values), step=iteration)
 
     def close(self, failed: bool) -> None:
         """Finish the W&B run, as failed or not."""
         self._run.finish(exit_code=1 if failed else 0)
+
+
+def series_of_agent(row: Row) -> dict[str, float]:
+    """A row's values by name of the series."""
+    prefix = f"agent_{int(row['agent'])}"
+    return {
+        f"{prefix}/{name}": value
+        for name, value in row.items()
+        if name not in ("iteration", "agent")
+    }
+
+
+def series_of_best(best: Best) -> dict[str, float]:
+    """The highest fitness so far by name of the series."""
+    return {"best/fitness": best.fitness, "best/agent": best.agent_index}
 
 
 def require_trackers(tensorboard: bool, wb: bool) -> None:
@@ -133,15 +153,6 @@ def _require(module: str, argument: str, package: str) -> None:
         raise ImportError(
             f"{argument} needs the package {package}: pip install 'agilerl[logging]'"
         ) from error
-
-
-def _tagged(row: Row) -> dict[str, float]:
-    prefix = f"agent_{int(row['agent'])}"
-    return {
-        f"{prefix}/{name}": value
-        for name, value in row.items()
-        if name not in ("iteration", "agent")
-    }
 
 
 def _with_api_key(settings: Any, api_key: str) -> Any:
