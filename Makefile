@@ -24,11 +24,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MANIFESTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm test test-fast demo demo-multiturn demo-deepspeed benchmark lint format constraints clean
+.PHONY: help install install-vllm test test-fast demo demo-multiturn demo-hpo demo-deepspeed benchmark lint format constraints clean
 
 help:
 	@echo "make demo       train a small language model on reasoning tasks, with before and after"
 	@echo "make demo-multiturn   the same over several turns: Guess The Number"
+	@echo "make demo-hpo         evolve the learning rate of a population, against random search"
 	@echo "make demo-deepspeed   the first one on two processes, with DeepSpeed ZeRO 2"
 	@echo "make demo VLLM=1      the first one, or demo-multiturn, generating with vLLM"
 	@echo "make test       lint, type check and run all tests"
@@ -61,6 +62,9 @@ demo: $(VENV)/.installed-demo $(if $(USES_VLLM),$(VENV)/.installed-vllm)
 
 demo-multiturn: $(VENV)/.installed-demo $(if $(USES_VLLM),$(VENV)/.installed-vllm)
 	$(BIN)/python examples/multiturn_guess_the_number.py $(if $(USES_VLLM),--vllm) $(ARGS)
+
+demo-hpo: $(VENV)/.installed-demo
+	$(BIN)/python examples/evolve.py $(ARGS)
 
 demo-deepspeed: $(VENV)/.installed-demo $(VENV)/.installed-deepspeed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/grpo_distributed.py --zero-stage 2 $(ARGS)

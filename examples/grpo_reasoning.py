@@ -17,9 +17,11 @@ import logging
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from peft import LoraConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agilerl.algorithms import CISPO, GRPO, GSPO
 from agilerl.llm_envs import ReasoningGym
@@ -60,43 +62,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     output = Path(args.output) / f"{args.algorithm}-seed{args.seed}"
     model, tokenizer = load_bundled_model()
-    train, test = spell_backward_datasets(train_size=16_384, test_size=400, seed=args.seed)
-    env = ReasoningGym(
-        train_dataset=train,
-        test_dataset=test,
-        tokenizer=tokenizer,
-        reward_fn=spell_backward_correct,
-        conversation_template=SPELL_BACKWARD_CONVERSATION,
-        data_batch_size_per_gpu=PROMPTS_PER_STEP,
-        eval_batch_size=400,
-        seed=args.seed,
-    )
-    env.name = "spell_backward"
-    agent_class, settings = RECIPES[args.algorithm]
-    agent = agent_class(
-        actor_network=model,
-        pad_token_id=tokenizer.pad_token_id,
-        pad_token=tokenizer.pad_token,
-        lora_config=LoraConfig(
-            r=LORA_RANK, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
-        ),
-        batch_size=128,
-        micro_batch_size_per_gpu=128,
-        group_size=GROUP_SIZE,
-        lr=5e-4,
-        beta=0.0,
-        max_grad_norm=1.0,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        max_output_tokens=10,
-        max_model_len=256,
-        gradient_checkpointing=False,
-        use_vllm=args.vllm,
-        vllm_config=VLLM if args.vllm else None,
-        seed=args.seed,
-        **settings,
-    )
+    env = make_env(tokenizer, args.seed)
+    vllm = {"use_vllm": True, "vllm_config": VLLM} if args.vllm else {}
+    agent = make_agent(args.algorithm, model, tokenizer, args.seed, **vllm)
 
     before = answer_test_split(agent, env)
     started = time.perf_counter()
@@ -119,8 +87,8 @@ def main() -> None:
     print(
         f"\n{agent.algo}, seed {args.seed}, generation by {generator}: held-out accuracy "
         f"{accuracy(before):.3f} -> {accuracy(after):.3f} "
-        f"(+{100 * (accuracy(after) - accuracy(before)):.1f} points) on {len(test)} questions, "
-        f"{minutes:.1f} minutes of training"
+        f"(+{100 * (accuracy(after) - accuracy(before)):.1f} points) on "
+        f"{len(after.questions)} questions, {minutes:.1f} minutes of training"
     )
     print(
         f"learning curve: {output / 'learning_curve.png'}\n"
@@ -148,6 +116,63 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", default="demo_output")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args()
+
+
+def make_env(
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    test_size: int = 400,
+    env_class: type[ReasoningGym] = ReasoningGym,
+    **settings: Any,
+) -> ReasoningGym:
+    """The task: words to spell backward, none of the held-out ones among those to train on."""
+    train, test = spell_backward_datasets(train_size=16_384, test_size=test_size, seed=seed)
+    env = env_class(
+        train_dataset=train,
+        test_dataset=test,
+        tokenizer=tokenizer,
+        reward_fn=spell_backward_correct,
+        conversation_template=SPELL_BACKWARD_CONVERSATION,
+        seed=seed,
+        **{"data_batch_size_per_gpu": PROMPTS_PER_STEP, "eval_batch_size": 400, **settings},
+    )
+    env.name = "spell_backward"
+    return env
+
+
+def make_agent(
+    algorithm: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    **settings: Any,
+) -> GRPO:
+    """An agent with the settings of this demonstration, or others where they are given."""
+    agent_class, recipe = RECIPES[algorithm]
+    defaults = {
+        "lora_config": LoraConfig(
+            r=LORA_RANK, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
+        "batch_size": 128,
+        "micro_batch_size_per_gpu": 128,
+        "group_size": GROUP_SIZE,
+        "lr": 5e-4,
+        "beta": 0.0,
+        "max_grad_norm": 1.0,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "max_output_tokens": 10,
+        "max_model_len": 256,
+        "gradient_checkpointing": False,
+    }
+    return agent_class(
+        actor_network=model,
+        pad_token_id=tokenizer.pad_token_id,
+        pad_token=tokenizer.pad_token,
+        seed=seed,
+        **{**defaults, **recipe, **settings},
+    )
 
 
 def answer_test_split(agent: GRPO, env: ReasoningGym) -> Evaluation:

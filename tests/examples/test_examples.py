@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -152,6 +153,50 @@ def test_guess_the_number(
         assert f"{credit} credit" in output
     assert output.count("episodes per second") == 2
     assert re.search(r"random player +0\.\d+ +0\.\d+", output)
+
+
+@pytest.mark.slow
+def test_evolve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The interpreter does this for a script that it is started with.
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    sizes = ("--iterations", "2", "--evo-steps", "1", "--selection-rows", "6", "--report-rows", "8")
+    run_here(EXAMPLES / "evolve.py", *sizes, "--quiet", cwd=tmp_path, monkeypatch=monkeypatch)
+    output = capsys.readouterr().out
+    folder = tmp_path / "demo_output" / "evolve"
+    runs = {run["method"]: run for run in json.loads((folder / "curves.json").read_text())["runs"]}
+    assert set(runs) == {"evolution", "fixed", "random"}
+
+    consumed = [[point["samples"] for point in run["curve"]] for run in runs.values()]
+    assert consumed == [[0, 512, 1024]] * 3  # 4 agents x 16 prompts x 8 completions an iteration
+    rates = {
+        method: [[member["learning_rate"] for member in point["members"]] for point in run["curve"]]
+        for method, run in runs.items()
+    }
+    assert rates["evolution"][0] == rates["fixed"][0] == rates["fixed"][-1]
+    assert 30 < rates["fixed"][0][-1] / rates["fixed"][0][0] < 100
+    assert rates["random"][0] == rates["random"][-1] != rates["fixed"][0]
+    assert all(3e-5 <= rate <= 3e-3 for rate in rates["random"][0])
+
+    # What the agents had after a generation is what they are evaluated with next.
+    lineage = json.loads((folder / "seed0" / "evolution" / "lineage.json").read_text())
+    (generation,) = lineage["generations"]
+    assert rates["evolution"][-1] == [m["hyperparameters"]["lr"] for m in generation["members"]]
+    assert rates["evolution"][-1] != rates["evolution"][0]
+    for run in runs.values():
+        for point in run["curve"]:
+            members = point["members"]
+            best = members[point["best"]]
+            assert best["fitness"] == max(member["fitness"] for member in members)
+            assert point["accuracy_of_best"] == best["accuracy"]
+            # Each split has its own rows: sixths and eighths.
+            for member in members:
+                assert member["fitness"] * 6 == pytest.approx(round(member["fitness"] * 6))
+                assert member["accuracy"] * 8 == pytest.approx(round(member["accuracy"] * 8))
+    for picture in ("curves.png", "seed0/family_tree.png", "seed0/learning_rates.png"):
+        assert (folder / picture).stat().st_size > 5_000
+    assert "after 1,024 completions of the whole population" in output
 
 
 def assert_no_engine_log(output: str) -> None:
