@@ -88,8 +88,10 @@ def run_training(
             names = {"run": name, "environment": env_name}
             loop = TrainingLoop(population, options, directory, log, elite, names, ranks)
             if checkpoint is not None:
-                for agent in checkpoint.agents:
-                    agent.restore()
+                # Removed one by one: they hold what was read, and engines of agents that selection
+                # may replace.
+                while checkpoint.agents:
+                    checkpoint.agents.pop().restore()
                 loop.load_state_dict(checkpoint.state)
             stopped_by = loop.run()
             failed = False
