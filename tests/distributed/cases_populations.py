@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from typing import Any
 from agents_and_batches import every_weight, make_agent, weights
 from cases_checkpoints import setting_of
 from cases_learn import mine
+from held_tensors import tensors_held
 
 from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
 from agilerl.hpo import Mutations, TournamentSelection
@@ -71,13 +74,22 @@ def evolution(accelerator: Any) -> dict[str, Any]:
     population = Population(agents, [collector] * 3)
     selection = TournamentSelection(2, elitism=True, population_size=3)
     mutation = Mutations(0.2, 0, 0, 0, 0, 0.8)
+    engines = weakref.WeakSet(agent.engine for agent in agents)
+    adapters, held = [], []
     for iteration in range(1, 4):
         for agent in agents:
             mine(accelerator, seed=iteration).learned_by(agent)
             # As on all ranks, which gather their rewards.
             agent.fitness.append(float(every_weight(agent).double().sum()))
         next_generation(population, selection, mutation, iteration, seed=5)
+        engines.update(agent.engine for agent in agents)
+        adapters.append(len(agent.policy.model.peft_config))
+        gc.collect()
+        held.append(tensors_held())
     return {
+        "adapters": adapters,
+        "tensors_held": held,
+        "engines": len(engines),
         "weights": [every_weight(agent) for agent in agents],
         "generations": population.generations,
         "batch_sizes": [agent.batch_size for agent in agents],

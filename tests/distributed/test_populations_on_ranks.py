@@ -51,3 +51,12 @@ def test_ranks_decide_alike_who_goes_on_and_what_changes(ranks: Ranks) -> None:
     members = [member for each in first["generations"] for member in each["members"]]
     assert any(member["parent"] != member["agent"] for member in members)
     assert any(member["mutation"] for member in members)
+
+
+@each_setting("evolution")
+def test_agents_that_were_replaced_leave_nothing_on_any_rank(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert rank["adapters"] == [6, 6, 6]
+        assert rank["engines"] == 3
+        first, *_, last = (size for _, size in rank["tensors_held"])
+        assert last <= 1.01 * first

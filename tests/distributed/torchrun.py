@@ -10,6 +10,7 @@ from pathlib import Path
 from launchers import kill_launcher
 
 HERE = Path(__file__).parent
+PATHS = [str(HERE.parents[1]), str(HERE.parent / "helpers")]
 
 
 def torchrun(script: Path, *arguments: str, ranks: int = 2, seconds: float = 900) -> str:
@@ -27,7 +28,7 @@ def torchrun(script: Path, *arguments: str, ranks: int = 2, seconds: float = 900
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")]),
     }
     process = subprocess.Popen(
         command,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 
 import psutil
 import torch
+from held_tensors import tensors_held
 from resume_helpers import make_agents, run_reasoning, seed_all
 
 from agilerl.algorithms import GRPO
@@ -23,15 +23,6 @@ from agilerl.training.population import Population
 
 SIZE = 8
 SEARCH = HyperparameterConfig(lr=RLParameter(1e-4, 1e-1), temperature=RLParameter(0.5, 1.5))
-
-
-def tensors_held() -> tuple[int, int]:
-    """How many storages tensors refer to in this process, and their bytes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of deprecated objects that are merely looked at
-        found = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
-    sizes = {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in found}
-    return len(sizes), sum(sizes.values())
 
 
 def learn(agent: GRPO, seed: int) -> None:
