@@ -1,8 +1,11 @@
 """Run as a script: a run that saves every iteration, killed by SIGKILL at random instants.
 
-Saves are short, so every fourth instant is put off until the next save has begun. The parent
-imports everything once, makes the agent and forks; a child trains, or goes on training from the
-newest complete checkpoint, until it is killed. The last one goes on to the end.
+    kill_during_run.py FOLDER agent|evolution
+
+Saves are short, so every fourth instant is put off until the next save has begun, and every fourth
+of a run with evolution until agents have been replaced and are being mutated. The parent imports
+everything once, makes the agents and forks; a child trains, or goes on training from the newest
+complete checkpoint, until it is killed. The last one goes on to the end.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from resume_helpers import (
@@ -29,14 +35,56 @@ from resume_helpers import (
     state_of,
 )
 
+from agilerl.algorithms import GRPO
+from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
+from agilerl.hpo import Mutations, TournamentSelection
 from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints, iteration_of
 
-KILLS = 20
 LEFTOVERS = ".iteration_*.tmp"
-MAX_STEPS = 60  # 36 iterations
+SEARCH = HyperparameterConfig(lr=RLParameter(1e-4, 1e-1), group_size=RLParameter(2, 5, dtype=int))
 
 
-def start(path: Path, agents: list) -> int:
+class Lingering(Mutations):
+    """Takes its time over the last agent of a generation, while the file ``mark`` exists."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__(0.2, 0, 0, 0, 0, 0.8)
+        self.mark = mark
+
+    def mutate(self, agent: Any, rng: random.Random) -> None:
+        super().mutate(agent, rng)
+        if agent.index == 3:
+            self.mark.touch()
+            time.sleep(0.2)
+            self.mark.unlink()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is trained, and how often it is killed."""
+
+    size: int
+    kills: int
+    max_steps: int
+    """Of every five, three iterations."""
+    mark: Path | None = None
+    """A file that exists while agents are mutated; None: there is no evolution."""
+
+    def options(self) -> dict[str, Any]:
+        options = {"max_steps": self.max_steps, "evaluation_interval": 5}
+        if self.mark is None:
+            return options
+        selection = TournamentSelection(2, elitism=True, population_size=self.size)
+        return options | {"tournament": selection, "mutation": Lingering(self.mark), "evo_steps": 2}
+
+
+SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
+    "agent": lambda folder: Scenario(size=1, kills=20, max_steps=60),
+    "evolution": lambda folder: Scenario(size=4, kills=12, max_steps=30, mark=folder / "mutating"),
+}
+
+
+def start(path: Path, agents: list[GRPO], scenario: Scenario) -> int:
     """Fork a child that trains in ``path``; returns its process id."""
     child = os.fork()
     if child:
@@ -47,11 +95,12 @@ def start(path: Path, agents: list) -> int:
         pop = run_reasoning(
             path,
             pop=agents,
-            max_steps=MAX_STEPS,
-            evaluation_interval=5,
             resume_from=resume_from,
+            **scenario.options(),
         )
         facts = everything(path, pop)
+        facts["lineage"] = generations(path)
+        facts["hyperparameters"] = [agent.attributes(SEARCH) for agent in pop]
         facts["elite"] = {name: data.hex() for name, data in facts["elite"].items()}
         (path / "facts.json").write_text(json.dumps(facts))
         os._exit(0)
@@ -68,7 +117,9 @@ def finish(child: int) -> None:
 def longest_life(path: Path) -> float:
     """Seconds from a start to the latest kill: about three iterations on this machine, now."""
     with (path / "metrics.csv").open(newline="") as lines:
-        seconds = [float(row["wall_seconds"]) for row in csv.DictReader(lines)]
+        seconds = [
+            float(row["wall_seconds"]) for row in csv.DictReader(lines) if row["agent"] == "0"
+        ]
     return 1.5 * seconds[1] + 3 * (seconds[-1] - seconds[1]) / (len(seconds) - 2)
 
 
@@ -87,6 +138,12 @@ def check(path: Path) -> int:
     complete = complete_checkpoints(path)
     newest = state_of(complete[-1])["iteration"] if complete else 0
     return max(last_row(path) - newest, 0)
+
+
+def generations(path: Path) -> list[Any]:
+    """Those in ``lineage.json``, which is whole at any time."""
+    file = path / "lineage.json"
+    return json.loads(file.read_text())["generations"] if file.exists() else []
 
 
 @contextlib.contextmanager
@@ -116,30 +173,34 @@ def in_a_save(path: Path, before: set[int]) -> bool:
     return False
 
 
-def wait_for_a_save(path: Path, before: set[int], child: int) -> None:
-    """Until a save has begun, or the run is over."""
+def wait_until(reached: Callable[[], bool], child: int) -> None:
+    """Until something is the case, or the run is over."""
     over = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    while not in_a_save(path, before) and os.waitid(os.P_PID, child, over) is None:
+    while not reached() and os.waitid(os.P_PID, child, over) is None:
         time.sleep(0.0005)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, name: str) -> None:
     torch.set_num_threads(1)
-    agents = make_agents(1)
+    scenario = SCENARIOS[name](folder)
+    mark = scenario.mark
+    agents = make_agents(scenario.size, hp_config=SEARCH)
     never_killed = folder / "never_killed"
-    finish(start(never_killed, agents))
+    finish(start(never_killed, agents, scenario))
     expected = json.loads((never_killed / "facts.json").read_text())
 
     longest = longest_life(never_killed)
     instants = random.Random(2024)
-    killed = in_save = lost = finished = 0
+    killed = in_save = in_generation = lost = finished = 0
     path = folder / "run_0"
-    while killed < KILLS:
+    while killed < scenario.kills:
         with leftovers(path) as before:
-            child = start(path, agents)
+            child = start(path, agents, scenario)
             time.sleep(instants.uniform(0.0, longest))
             if killed % 4 == 3:
-                wait_for_a_save(path, before, child)
+                wait_until(partial(in_a_save, path, before), child)
+            elif killed % 4 == 1 and mark is not None:
+                wait_until(mark.exists, child)
             os.kill(child, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             hit = in_a_save(path, before)
@@ -150,16 +211,22 @@ def main(folder: Path) -> None:
         assert code == -signal.SIGKILL, "the run failed by itself"
         killed += 1
         in_save += hit
+        if mark is not None and mark.exists():
+            in_generation += 1
+            mark.unlink()
         lost = max(lost, check(path))
-    finish(start(path, agents))
+        written = generations(path)
+        assert written == expected["lineage"][: len(written)]
+    finish(start(path, agents, scenario))
     for number in range(finished + 1):
         facts = json.loads((folder / f"run_{number}" / "facts.json").read_text())
         assert differences(facts, expected) == [], differences(facts, expected)
         assert not list((folder / f"run_{number}").glob(LEFTOVERS))
     print(
-        f"longest={longest:.2f} killed={killed} in_save={in_save} lost={lost} runs={finished + 1}"
+        f"longest={longest:.2f} killed={killed} in_save={in_save} in_generation={in_generation} "
+        f"generations={len(expected['lineage'])} lost={lost} runs={finished + 1}"
     )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    main(Path(sys.argv[1]).resolve(), sys.argv[2])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from held_tensors import tensors_held
 from resume_helpers import make_agents, run_reasoning, seed_all
@@ -42,6 +43,7 @@ def base_weights(agent: GRPO) -> dict[str, tuple[int, torch.dtype, torch.Tensor]
     }
 
 
+@pytest.mark.slow
 def test_fifty_generations_of_eight_leave_nothing_behind() -> None:
     """Not even until Python next looks for cycles: on a GPU that would be too late."""
     model = tiny_model(hidden_size=16, layers=1, heads=2, key_value_heads=1, dtype=torch.bfloat16)
