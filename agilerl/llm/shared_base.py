@@ -71,7 +71,7 @@ class SharedBase:
         self._fingerprint: str | None = None
         self._active: tuple[str | None, bool] | None = None
         self._shares_prefixes: bool | None = None
-        self._exclusive: str | None = None
+        self._exclusive: tuple[str, ...] | None = None
         self._to_remove: list[str] = []
         with self.restored_on_error():
             self._freeze()
@@ -231,7 +231,7 @@ class SharedBase:
         """Make one adapter the model's only one; None: the bare base."""
         if self._active == (slot, trainable):
             return
-        if self._exclusive not in (None, slot):
+        if self._exclusive not in (None, (slot,)):
             raise RuntimeError(
                 "a rollout with another adapter of this base model is under way; leave "
                 "agent.rollout() first, and use one of its agents at a time"
@@ -250,15 +250,17 @@ class SharedBase:
         return self._exclusive is not None
 
     @contextlib.contextmanager
-    def exclusive(self, slot: str) -> Iterator[None]:
+    def exclusive(self, *slots: str) -> Iterator[None]:
         """Within it no other adapter can be activated, and none is removed; may be nested.
+
+        With several slots none can be activated.
 
         For rollouts, which change the module tree. Adapters to be removed go when it ends.
         """
         if self._exclusive is not None:
             yield
             return
-        self._exclusive = slot
+        self._exclusive = slots
         try:
             yield
         finally:

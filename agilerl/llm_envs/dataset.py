@@ -147,6 +147,15 @@ class TrainingBatchSampler:
         permutation = _permutation(self.rows, self.seed, self.epoch)
         return permutation[self.offset + self.rank : self._end() : self.num_replicas].tolist()
 
+    def upcoming(self, count: int) -> list[list[int]]:
+        """This process's share of the present batch and those after it, ``count`` in all."""
+        position, batches = (self.epoch, self.offset), []
+        for _ in range(count):
+            batches.append(self.current())
+            self.advance()
+        self.epoch, self.offset = position
+        return batches
+
     def advance(self) -> None:
         """Go to the next batch."""
         self.offset = self._end()

@@ -167,6 +167,13 @@ class ReasoningGym:
             self._sampler.set_epoch(0)
         return self._hand_out()
 
+    def upcoming(self, count: int) -> list[list[ReasoningPrompts]]:
+        """The prompts of the present training batch and those after it, ``count`` batches in all.
+
+        The training position stays.
+        """
+        return [list(self._train.batch(rows).prompts) for rows in self._sampler.upcoming(count)]
+
     def step(self, completion_ids: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Score the completions of the batch handed out last.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +15,8 @@ from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training.experience import Experience, Sample
-from agilerl.training.protocols import Agent, FingerprintedEnv, SingleTurnEnv
+from agilerl.training.protocols import Agent, FingerprintedEnv, LookaheadEnv, SingleTurnEnv
+from agilerl.training.rollouts import roll_out
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,6 +47,18 @@ class ReasoningCollector:
         """Completed passes over the training rows."""
         return self.env.num_epochs
 
+    @property
+    def max_rollouts(self) -> float:
+        """Any number where the environment knows its next batches."""
+        return 1 if missing_members(self.env, LookaheadEnv) else math.inf
+
+    def begin(self, agents: Sequence[Agent]) -> list[ReasoningRollout]:
+        """A batch for each agent."""
+        batches = [self._prompts]
+        if len(agents) > 1:
+            batches = list(cast(LookaheadEnv, self.env).upcoming(len(agents)))
+        return [ReasoningRollout(self, prompts) for prompts in batches]
+
     def collect(self, agent: Agent) -> Experience:
         """Complete the prompts of the batch, a group each, score that, and draw the next batch.
 
@@ -54,24 +68,27 @@ class ReasoningCollector:
         Returns:
             The experience; ``rewards`` is ``(P, G)``.
         """
-        prompts = self._prompts
+        (rollout,) = self.begin([agent])
+        roll_out(agent, rollout)
+        return rollout.finish()
+
+    def score(self, result: ActionResult, generation_seconds: float) -> Experience:
+        """Score the completions of the present batch, and draw the next one."""
         # Read before the step, which moves both on to the next batch.
         questions, answers = list(self.env.questions), list(self.env.answers)
         started = time.perf_counter()
-        result = agent.get_action(prompts, training=True)
-        generated = time.perf_counter()
         outcome = self.env.step(result.completion_ids)
-        scored = time.perf_counter()
+        seconds = time.perf_counter() - started
         # An environment built with return_raw_completions returns a third element.
         self._prompts, rewards = outcome[0], outcome[1]
         rewards = torch.as_tensor(rewards, dtype=torch.float32)
         return Experience(
             experiences=(result.completion_ids, result.action_masks, rewards),
             rewards=rewards.detach().cpu(),
-            steps=len(prompts),
+            steps=len(result.completion_ids),
             generated_tokens=sum(int(mask.sum()) for mask in result.action_masks),
-            generation_seconds=generated - started,
-            environment_seconds=scored - generated,
+            generation_seconds=generation_seconds,
+            environment_seconds=seconds,
             learn_arguments={"sampling_logps": result.sampling_logps},
             samples=_first_of_each_group(questions, answers, self.env.last_completions, rewards),
         )
@@ -98,11 +115,29 @@ class ReasoningCollector:
         self._prompts = self.env.reset()
 
 
+class ReasoningRollout:
+    """One batch of prompts, each completed ``group_size`` times."""
+
+    several_turns = False
+
+    def __init__(self, collector: ReasoningCollector, prompts: Sequence[ReasoningPrompts]) -> None:
+        self.prompts = prompts
+        self._collector = collector
+
+    def answer(self, result: ActionResult, seconds: float) -> None:
+        """See :class:`agilerl.training.protocols.Rollout`."""
+        self._result, self._seconds, self.prompts = result, seconds, []
+
+    def finish(self) -> Experience:
+        """See :class:`agilerl.training.protocols.Rollout`."""
+        return self._collector.score(self._result, self._seconds)
+
+
 class MultiTurnCollector:
     """Plays one group of episodes per training seed.
 
     Args:
-        env: The environments; may be shared, agents play in turn.
+        env: The environments. Agents whose collectors share them play in turn.
         order: The training seeds (its rows) and how many groups are played at a time (its
             batches).
     """
@@ -110,6 +145,8 @@ class MultiTurnCollector:
     def __init__(self, env: SyncMultiTurnVecEnv, order: TrainingBatchSampler) -> None:
         self.env = env
         self.order = order
+
+    max_rollouts = 1
 
     @property
     def num_epochs(self) -> int:
@@ -125,33 +162,14 @@ class MultiTurnCollector:
         Returns:
             The experience; ``rewards`` are the episodes' returns, ``(P, G)``.
         """
-        seeds = self.order.current()
-        self.env.batch_size, self.env.group_size = len(seeds), agent.group_size
+        (rollout,) = self.begin([agent])
+        roll_out(agent, rollout)
+        return rollout.finish()
 
-        def act(prompts: Sequence[ReasoningPrompts]) -> ActionResult:
-            return agent.get_action(prompts, training=True, repeat_prompts=False)
-
-        with agent.rollout():
-            episodes = self.env.play(act, seeds)
-        self.order.advance()
-        returns = episodes.returns.reshape(len(seeds), agent.group_size)
-        learn_arguments: dict[str, Any] = {
-            "turn_ids": episodes.turn_ids,
-            "sampling_logps": episodes.sampling_logps,
-        }
-        if len(episodes.trajectory_ids) > len(episodes.turns):
-            learn_arguments["trajectory_ids"] = episodes.trajectory_ids
-        return Experience(
-            experiences=(episodes.token_ids, episodes.action_masks, episodes.rewards),
-            rewards=returns,
-            steps=int(episodes.turns.sum()),
-            generated_tokens=episodes.generated_tokens,
-            generation_seconds=episodes.generation_seconds,
-            environment_seconds=episodes.environment_seconds,
-            learn_arguments=learn_arguments,
-            metrics=_episode_metrics(episodes),
-            samples=_first_episodes(episodes, agent.group_size),
-        )
+    def begin(self, agents: Sequence[Agent]) -> list[EpisodeRollout]:
+        """The next seeds, for one agent."""
+        (agent,) = agents
+        return [EpisodeRollout(self.env, self.order, agent.group_size)]
 
     def evaluate(self, agent: Agent) -> np.ndarray:
         """Returns of the agent on the evaluation seeds."""
@@ -187,6 +205,45 @@ class MultiTurnCollector:
         position = dict(state["position"])
         self.env.make_environments(position.pop("environments", ()))
         self.order.load_state_dict(position)
+
+
+class EpisodeRollout:
+    """The next training seeds, a group of episodes each."""
+
+    several_turns = True
+
+    def __init__(self, env: SyncMultiTurnVecEnv, order: TrainingBatchSampler, group: int) -> None:
+        self._env, self._order, self._group, self._seconds = env, order, group, 0.0
+        seeds = order.current()
+        env.batch_size, env.group_size = len(seeds), group
+        self.prompts = env.reset(seeds)
+
+    def answer(self, result: ActionResult, seconds: float) -> None:
+        """See :class:`agilerl.training.protocols.Rollout`."""
+        self._seconds += seconds
+        self.prompts = self._env.step(result.completion_ids, result.sampling_logps)
+
+    def finish(self) -> Experience:
+        """See :class:`agilerl.training.protocols.Rollout`."""
+        episodes = self._env.episodes()
+        self._order.advance()
+        learn_arguments: dict[str, Any] = {
+            "turn_ids": episodes.turn_ids,
+            "sampling_logps": episodes.sampling_logps,
+        }
+        if len(episodes.trajectory_ids) > len(episodes.turns):
+            learn_arguments["trajectory_ids"] = episodes.trajectory_ids
+        return Experience(
+            experiences=(episodes.token_ids, episodes.action_masks, episodes.rewards),
+            rewards=episodes.returns.reshape(-1, self._group),
+            steps=int(episodes.turns.sum()),
+            generated_tokens=episodes.generated_tokens,
+            generation_seconds=self._seconds,
+            environment_seconds=episodes.environment_seconds,
+            learn_arguments=learn_arguments,
+            metrics=_episode_metrics(episodes),
+            samples=_first_episodes(episodes, self._group),
+        )
 
 
 def _data_digest(env: SingleTurnEnv) -> dict[str, str]:

@@ -28,6 +28,7 @@ from agilerl.training.logs.run_log import RunLog
 from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Best, Member, Population
 from agilerl.training.protocols import Row
+from agilerl.training.rollouts import collect
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,10 @@ class TrainingLoop:
         rows: list[Row] = []
         try:
             for member in self.population:
-                rows.append(self._train(member))
+                member.agent.set_reference_policy(member.collector.num_epochs)
+            experiences = collect(self.population.members)
+            for member, experience in zip(self.population, experiences, strict=True):
+                rows.append(self._train(member, experience))
             ended = self._at_bound()
             due = (
                 ended
@@ -188,10 +192,9 @@ class TrainingLoop:
             self.saver.save(self.iteration, evaluated=False)
         return ended
 
-    def _train(self, member: Member) -> Row:
+    def _train(self, member: Member, collected: Experience) -> Row:
         agent = member.agent
-        agent.set_reference_policy(member.collector.num_epochs)
-        experience = gather_statistics(member.collector.collect(agent), self.ranks)
+        experience = gather_statistics(collected, self.ranks)
         started = time.perf_counter()
         # Before the call: there may be something to save also when it fails.
         self.progress = Progress.TRAINED

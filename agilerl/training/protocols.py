@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from agilerl.llm.config import SamplingConfig
+    from agilerl.llm.generation import Completions, GenerationRequest, Generator
+    from agilerl.llm.policy import Policy
     from agilerl.training.experience import Experience
     from agilerl.typing import Act, ActionResult, Evaluation, ExperiencesType
 
@@ -75,6 +77,24 @@ class Agent(Protocol):
     ) -> None: ...
 
 
+class JointAgent(Agent, Protocol):
+    """One whose prompts can be completed in one call with those of others."""
+
+    @property
+    def generator(self) -> Generator: ...
+
+    @property
+    def policy(self) -> Policy: ...
+
+    def generation_request(
+        self, obs: Any, training: bool = True, repeat_prompts: bool = True
+    ) -> GenerationRequest: ...
+
+    def action_result(
+        self, request: GenerationRequest, completions: Completions
+    ) -> ActionResult: ...
+
+
 class SingleTurnEnv(Protocol):
     """A dataset environment, such as ``ReasoningGym``."""
 
@@ -114,6 +134,12 @@ class FingerprintedEnv(SingleTurnEnv, Protocol):
     def fingerprint(self) -> str: ...
 
 
+class LookaheadEnv(SingleTurnEnv, Protocol):
+    """An environment that knows its next batches before the present one is scored."""
+
+    def upcoming(self, count: int) -> Sequence[Any]: ...
+
+
 class DistributedEnv(SingleTurnEnv, Protocol):
     """One that divides its rows among processes."""
 
@@ -142,3 +168,31 @@ class Collector(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position in what :meth:`state_dict` gave."""
+
+
+class Rollout(Protocol):
+    """What one agent does in the training environment before its next ``learn``."""
+
+    several_turns: bool
+    """Whether prompts may continue earlier ones, and each is to be answered once."""
+
+    @property
+    def prompts(self) -> Sequence[Any]:
+        """To be answered next; empty when it is over."""
+
+    def answer(self, result: ActionResult, seconds: float) -> None:
+        """Take the answers, which took ``seconds`` to generate."""
+
+    def finish(self) -> Experience:
+        """Score what is not scored yet, and move on in the data."""
+
+
+class JointCollector(Collector, Protocol):
+    """One that can begin several rollouts before the first is over."""
+
+    @property
+    def max_rollouts(self) -> float:
+        """How many."""
+
+    def begin(self, agents: Sequence[Agent]) -> Sequence[Rollout]:
+        """Rollouts for some agents, on successive data; to be finished in this order."""

@@ -247,31 +247,36 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     COUNT("train_seeds", train_seeds)
     groups = per_process("groups_per_iteration", groups_per_iteration, ranks)
     make_env = EnvironmentFactory(env_factory, env_config, pop)
-    env = SyncMultiTurnVecEnv(
-        make_env,
-        batch_size=groups,
-        group_size=pop[0].group_size,
-        env_config=env_config,
-        max_turns=max_turns,
-        max_workers=max_workers,
-        reset_workers=reset_workers,
-        step_timeout=step_timeout,
-        error_reward=error_reward,
-        evaluation_episodes=evaluation_episodes,
-        process_index=ranks.rank,
-        num_processes=ranks.world_size,
-    )
+    # One per agent, so that their episodes can be played at the same time.
+    envs = [
+        SyncMultiTurnVecEnv(
+            make_env,
+            batch_size=groups,
+            group_size=agent.group_size,
+            env_config=env_config,
+            max_turns=max_turns,
+            max_workers=max_workers,
+            reset_workers=reset_workers,
+            step_timeout=step_timeout,
+            error_reward=error_reward,
+            evaluation_episodes=evaluation_episodes,
+            process_index=ranks.rank,
+            num_processes=ranks.world_size,
+        )
+        for agent in pop
+    ]
     try:
         # Every agent plays the same seeds in the same order.
         collectors = [
             MultiTurnCollector(
                 env, TrainingBatchSampler(train_seeds, groups, seed, ranks.rank, ranks.world_size)
             )
-            for _ in pop
+            for env in envs
         ]
         population = Population(pop, collectors)
         run_training(population, options, make_env.name, max_steps, ranks)
     finally:
-        env.close()
+        for env in envs:
+            env.close()
         make_env.close()
     return pop

@@ -29,14 +29,19 @@ def cached_rows(*blocks: list[list[int]]) -> PrefixCache:
     for rows in blocks:
         width = max(len(ids) for ids in rows) + 2
         layers = [block_of(rows, width), block_of(rows, width)]
-        store.add(layers, [torch.tensor(ids) for ids in rows], [width - len(ids) for ids in rows])
+        store.add(
+            layers,
+            [torch.tensor(ids) for ids in rows],
+            [width - len(ids) for ids in rows],
+            [0] * len(rows),
+        )
     return store
 
 
 def test_the_longest_row_that_a_prompt_goes_beyond_is_found() -> None:
     store = cached_rows([[1, 2], [1, 2, 3, 4]], [[5, 6, 7]])
     found_rows = [
-        store.find(torch.tensor(ids)) for ids in ([1, 2, 3, 4, 8], [1, 2, 3, 4], [5, 6, 7, 1])
+        store.find(torch.tensor(ids), 0) for ids in ([1, 2, 3, 4, 8], [1, 2, 3, 4], [5, 6, 7, 1])
     ]
     assert [
         row_found and (row_found.block, row_found.row, row_found.length) for row_found in found_rows
@@ -45,8 +50,8 @@ def test_the_longest_row_that_a_prompt_goes_beyond_is_found() -> None:
         (0, 0, 2),  # the whole of it leaves nothing to run
         (1, 0, 3),
     ]
-    assert store.find(torch.tensor([1, 3, 2])) is None
-    assert store.find(torch.tensor([5, 6, 7])) is None
+    assert store.find(torch.tensor([1, 3, 2]), 0) is None
+    assert store.find(torch.tensor([5, 6, 7]), 0) is None
 
 
 def test_found_rows_are_those_of_a_plain_search() -> None:
@@ -64,7 +69,7 @@ def test_found_rows_are_those_of_a_plain_search() -> None:
         for prompt in prompts:
             fitting = [ids for ids in cached_ids if len(ids) < len(prompt)]
             expected = max((len(ids) for ids in fitting if prompt[: len(ids)] == ids), default=0)
-            row_found = store.find(torch.tensor(prompt))
+            row_found = store.find(torch.tensor(prompt), 0)
             assert (row_found.length if row_found else 0) == expected
             found += row_found is not None
     assert found > 500
@@ -87,14 +92,16 @@ def test_a_search_compares_few_rows(continued: bool, monkeypatch: pytest.MonkeyP
             seen.append(len(part))
             return part
 
-    monkeypatch.setattr(prefix_cache, "id_bytes", lambda ids: Counted(ids.numpy().tobytes()))
+    monkeypatch.setattr(
+        prefix_cache, "row_key", lambda ids, adapter: Counted(ids.numpy().tobytes())
+    )
     ids = [[7] * 40 + [1000 + i] * (20 + i) for i in range(128)]
     store = PrefixCache()
-    store.add([], [torch.tensor(row) for row in ids], [0] * len(ids))
+    store.add([], [torch.tensor(row) for row in ids], [0] * len(ids), [0] * len(ids))
     for number, row in enumerate(ids):
         seen.clear()
         prompt = torch.tensor([*(row if continued else row[:45]), *[5] * 200])
-        row_found = store.find(prompt)
+        row_found = store.find(prompt, 0)
         assert (row_found.row if row_found else None) == (number if continued else None)
         assert sum(seen) <= 2 * 8 * max(len(row) for row in ids)
 
@@ -102,7 +109,7 @@ def test_a_search_compares_few_rows(continued: bool, monkeypatch: pytest.MonkeyP
 def test_columns_are_right_aligned_before_the_block() -> None:
     store = cached_rows([[1, 2, 3], [4, 5, 6, 7, 8]], [[9]])
     prompts = [[1, 2, 3, 20], [4, 5, 6, 7, 8, 21, 22], [9, 23]]
-    found_rows = [row_found for ids in prompts if (row_found := store.find(torch.tensor(ids)))]
+    found_rows = [row_found for ids in prompts if (row_found := store.find(torch.tensor(ids), 0))]
     cache = store.take(found_rows, [len(ids) for ids in prompts], room=3)
     # Seven columns, the last two of them to be run: the tokens before are in row_found.
     assert cache.get_seq_length() == 5
@@ -114,4 +121,4 @@ def test_columns_are_right_aligned_before_the_block() -> None:
             assert held[0, 3:].tolist() == [1, 2]
             assert held[1].tolist() == [4, 5, 6, 7, 8]
         assert torch.equal(layer.value_buffer[:, :, :5], -layer.key_buffer[:, :, :5])
-    assert store.find(torch.tensor(prompts[0])) is None
+    assert store.find(torch.tensor(prompts[0]), 0) is None

@@ -21,6 +21,7 @@ from agilerl.algorithms.core.lora_agent import LoRAAgent
 from agilerl.distributed import ranks_of
 from agilerl.llm.causal_lm import context_length, eos_token_ids
 from agilerl.llm.config import ForwardConfig, SamplingConfig
+from agilerl.llm.generation import Completions, GenerationRequest
 from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.typing import ActionResult, ReasoningPrompts
 
@@ -55,14 +56,31 @@ class LLMAlgorithm(LoRAAgent):
             TypeError: If a prompt is no dict with these two tensors.
             ValueError: If there is no prompt, or one is too long for ``max_model_len``.
         """
+        request = self.generation_request(obs, training, repeat_prompts)
+        self.generator.sync(self.policy)
+        completions = self.generator.generate(
+            request.prompts, request.samples_per_prompt, request.sampling, request.rng
+        )
+        return self.action_result(request, completions)
+
+    def generation_request(
+        self,
+        obs: Sequence[ReasoningPrompts] | ReasoningPrompts,
+        training: bool = True,
+        repeat_prompts: bool = True,
+    ) -> GenerationRequest:
+        """What :meth:`get_action` asks its generator; see there for arguments and errors."""
         prompts = unpadded_prompts(obs)
         sampling = self.sampling_config(training)
         samples = self.group_size if training and repeat_prompts else 1
         if training and not repeat_prompts and sampling.chunk_size is not None:
             sampling = replace(sampling, chunk_size=sampling.chunk_size * self.group_size)
-        self.generator.sync(self.policy)
-        completions = self.generator.generate(prompts, samples, sampling, self.rng)
-        return action_result(prompts, completions, samples, self.pad_token_id)
+        return GenerationRequest(prompts, samples, sampling, self.rng)
+
+    def action_result(self, request: GenerationRequest, completions: Completions) -> ActionResult:
+        """What :meth:`get_action` returns, from what its generator did."""
+        samples = request.samples_per_prompt
+        return action_result(request.prompts, completions, samples, self.pad_token_id)
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:

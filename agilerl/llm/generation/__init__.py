@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 
@@ -24,6 +24,26 @@ class Completions:
     logps: list[torch.Tensor] | None = None
     """One 1-D float32 tensor per completion, or None where the sampler reports none: each token's
     log-prob under the temperature-scaled distribution, before penalties and filters."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """The arguments of one :meth:`Generator.generate`."""
+
+    prompts: Sequence[torch.Tensor]
+    samples_per_prompt: int
+    sampling: SamplingConfig
+    rng: torch.Generator
+
+
+@dataclass(frozen=True)
+class JointLimits:
+    """With which other generators one can generate in the same calls."""
+
+    key: Hashable
+    """Equal among these."""
+    max_rows: int | None
+    """Most completions of all of them at a time; None: as many as they like."""
 
 
 def new_token_limit(prompt: torch.Tensor, sampling: SamplingConfig) -> int:
@@ -80,6 +100,34 @@ class Generator(Protocol):
         """Complete 1-D ``prompts``; all randomness comes from ``rng``."""
         ...
 
+    def joint_limits(self, sampling: SamplingConfig, samples_per_prompt: int) -> JointLimits | None:
+        """With which generators this one can share calls; None: with none.
+
+        Args:
+            sampling: How it would sample.
+            samples_per_prompt: How often each prompt would be completed.
+        """
+        ...
+
+    def join(self, others: Sequence[Self]) -> JointGenerator:
+        """A generator for this one's and others' policies, whose limits have the same key."""
+        ...
+
     def close(self) -> None:
         """Free what the generator holds; it is not used again."""
+        ...
+
+
+class JointGenerator(Protocol):
+    """Generates for several policies in one call; their generators are synced."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """Several calls with the same weights, as :meth:`Generator.session`; not nested."""
+        ...
+
+    def generate(self, requests: Mapping[int, GenerationRequest]) -> dict[int, Completions]:
+        """Complete requests, by the number of the generator that each is for.
+
+        Each gets the completions that its own generator would have made of it, beyond rounding.
+        """
         ...

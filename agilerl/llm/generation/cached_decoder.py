@@ -11,6 +11,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from agilerl.llm.generation.attention import single_query_attention
+from agilerl.llm.generation.mixed_adapters import RowAdapters
 
 
 class CachedDecoder:
@@ -21,10 +22,24 @@ class CachedDecoder:
         left_padding: Whether rows may have different lengths; False: no mask and no positions are
             passed, for models that have no use for them.
         single_query: Whether single tokens may attend by :func:`single_query_attention`.
+        row_adapters: Where rows run with different adapters: which with which.
     """
 
-    def __init__(self, decoder: nn.Module, *, left_padding: bool, single_query: bool) -> None:
+    def __init__(
+        self,
+        decoder: nn.Module,
+        *,
+        left_padding: bool,
+        single_query: bool,
+        row_adapters: RowAdapters | None = None,
+    ) -> None:
         self.decoder, self.left_padding, self.single_query = decoder, left_padding, single_query
+        self.row_adapters = row_adapters
+
+    def assign(self, adapters: torch.Tensor) -> None:
+        """Choose the adapter of each row of the next forwards: ``(N,)`` long, where they differ."""
+        if self.row_adapters is not None:
+            self.row_adapters.assign(adapters)
 
     def hidden(
         self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache

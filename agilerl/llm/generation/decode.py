@@ -40,6 +40,8 @@ class PromptBatch:
     uniforms: Callable[[int], torch.Tensor | None]
     """Block n of the numbers that the rows are drawn with: ``(N, <= BLOCK)`` in [0, 1), or None
     where decoding is greedy."""
+    adapters: Sequence[int] | None = None
+    """The adapter of each prompt, where prompts differ in it."""
 
 
 class CachedRows(NamedTuple):
@@ -76,6 +78,8 @@ class _Rows:
     """``(N,)`` position of the next token."""
     limits: torch.Tensor
     """``(N,)`` most tokens this row may generate."""
+    adapters: torch.Tensor
+    """``(N,)`` the adapter it runs with; all 0 where they do not differ."""
     unfinished: torch.Tensor
     """``(N,)`` bool. A finished row may stay in the batch; its further tokens are dropped."""
     seen: torch.Tensor | None
@@ -87,6 +91,7 @@ class _Rows:
             mask=self.mask[rows],
             positions=self.positions[rows],
             limits=self.limits[rows],
+            adapters=self.adapters[rows],
             unfinished=self.unfinished[rows],
             seen=None if self.seen is None else self.seen[rows],
         )
@@ -155,6 +160,7 @@ class DecodingLoop:
                 if keep_cache:
                     cached.append(_finished(rows, cache))
                 rows, token = _compact(rows, token, cache)
+                self.model.assign(rows.adapters)
             logits = self._step(rows, token, cache)
         if keep_cache:
             cached.append(_remaining(rows, cache))
@@ -174,6 +180,8 @@ class DecodingLoop:
         count = len(batch.prompts)
         padded = LeftPadded.of(batch.prompts, self.sampling.pad_token_id, self.device)
         start = cache.get_seq_length()
+        adapters = torch.tensor(batch.adapters or [0] * count, device=self.device)
+        self.model.assign(adapters)
         hidden = self.model.hidden(
             padded.ids[:, start:], padded.mask, padded.positions[:, start:], cache
         )
@@ -193,9 +201,11 @@ class DecodingLoop:
             mask=padded.mask[index],
             positions=padded.mask.sum(1)[index],
             limits=torch.tensor(batch.limits, device=self.device),
+            adapters=adapters[index],
             unfinished=torch.ones(len(index), dtype=torch.bool, device=self.device),
             seen=seen,
         )
+        self.model.assign(rows.adapters)
         return rows, logits[index]
 
     def _step(self, rows: _Rows, token: torch.Tensor, cache: Cache) -> torch.Tensor:

@@ -16,28 +16,23 @@ then as slow as the one with most tokens to generate.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 import torch
 from tokenizers import Tokenizer
-from transformers.cache_utils import Cache
 
 from agilerl.llm.config import SamplingConfig
-from agilerl.llm.generation import Completions, new_token_limit
+from agilerl.llm.generation import Completions, GenerationRequest, JointLimits
+from agilerl.llm.generation.batching import RequestBatch, chunk_prompts
 from agilerl.llm.generation.cached_decoder import CachedDecoder
-from agilerl.llm.generation.decode import BatchCompletions, DecodingLoop, PromptBatch
-from agilerl.llm.generation.kv_cache import CACHE_BLOCK
+from agilerl.llm.generation.decode import DecodingLoop
 from agilerl.llm.generation.merged_weights import rollout_head, rollout_weights
-from agilerl.llm.generation.prefix_cache import PrefixCache, id_bytes
+from agilerl.llm.generation.mixed_adapters import RowAdapters, mixed_adapters, mixing_key
+from agilerl.llm.generation.prefix_cache import PrefixCache
 from agilerl.llm.generation.probe import decoding_support
-from agilerl.llm.generation.random_numbers import Uniforms
 from agilerl.llm.generation.stop_sequences import required_tokenizer
 from agilerl.llm.policy import Policy
-
-# Sequences of a chunk where its size is not set.
-DEFAULT_CHUNK_ROWS = 256
 
 
 class HFGenerator:
@@ -88,7 +83,6 @@ class HFGenerator:
             finally:
                 self._prefix_cache = None
 
-    @torch.no_grad()
     def generate(
         self,
         prompts: Sequence[torch.Tensor],
@@ -103,33 +97,63 @@ class HFGenerator:
                 tokenizer beside the model.
             RuntimeError: If the model's logits are not finite.
         """
+        request = GenerationRequest(prompts, samples_per_prompt, sampling, rng)
+        with rollout_weights(self.policy):
+            return self.complete({0: request}, self._prefix_cache)[0]
+
+    def joint_limits(self, sampling: SamplingConfig, samples_per_prompt: int) -> JointLimits | None:
+        """See :class:`agilerl.llm.generation.Generator`; as many rows as fit one chunk."""
+        key = mixing_key(self.policy)
+        if key is None:
+            return None
+        rows = chunk_prompts(sampling, samples_per_prompt) * samples_per_prompt
+        same = id(self.policy.base), key, replace(sampling, chunk_size=None)
+        return JointLimits(same, rows)
+
+    def join(self, others: Sequence[HFGenerator]) -> JointHFGenerator:
+        """See :class:`agilerl.llm.generation.Generator`."""
+        return JointHFGenerator([self, *others])
+
+    @torch.no_grad()
+    def complete(
+        self,
+        requests: Mapping[int, GenerationRequest],
+        prefix_cache: PrefixCache | None,
+        row_adapters: RowAdapters | None = None,
+    ) -> dict[int, Completions]:
+        """Complete requests with the weights that the base has now.
+
+        Args:
+            requests: By the number of the adapter; their sampling is the same.
+            prefix_cache: A session's.
+            row_adapters: Where several adapters are mixed.
+        """
         policy, support = self.policy, self._support
+        sampling = next(iter(requests.values())).sampling
         if not support.left_padding:
             sampling = replace(sampling, left_padding=False)
-        request = _Request(prompts, samples_per_prompt, sampling, rng)
-        with rollout_weights(policy):
-            decoder = CachedDecoder(
-                policy.base.decoder,
-                left_padding=sampling.left_padding,
-                single_query=support.single_query,
-            )
-            loop = DecodingLoop(
-                decoder, rollout_head(policy), policy.device, sampling, self._tokenizer(sampling)
-            )
-            if self._prefix_cache is None:
-                request.complete(loop)
-            elif request.fits_one_chunk and sampling.left_padding:
-                request.complete_cached(loop, self._prefix_cache)
-            else:
-                self._prefix_cache.clear()
-                request.complete(loop)
-        return Completions(request.tokens, request.logps if sampling.return_logps else None)
+        batch = RequestBatch(requests, sampling)
+        decoder = CachedDecoder(
+            policy.base.decoder,
+            left_padding=sampling.left_padding,
+            single_query=support.single_query,
+            row_adapters=row_adapters,
+        )
+        loop = DecodingLoop(
+            decoder, rollout_head(policy), policy.device, sampling, self._tokenizer(sampling)
+        )
+        if prefix_cache is None:
+            batch.complete(loop)
+        elif batch.fits_one_chunk and sampling.left_padding:
+            batch.complete_cached(loop, prefix_cache)
+        else:
+            prefix_cache.clear()
+            batch.complete(loop)
+        return batch.completions()
 
     def _tokenizer(self, sampling: SamplingConfig) -> Tokenizer | None:
-        texts, names = (
-            sampling.stop_sequences,
-            (self._model_name, self.policy.base.model.name_or_path),
-        )
+        texts = sampling.stop_sequences
+        names = self._model_name, self.policy.base.model.name_or_path
         if not texts:
             return None
         return required_tokenizer("stop_sequences", texts, *names).backend_tokenizer
@@ -138,113 +162,40 @@ class HFGenerator:
         """Nothing is held outside of sessions."""
 
 
-class _Request:
-    """The rows of one ``generate``: which are run together, and their completions."""
+class JointHFGenerator:
+    """Generates with several policies of one base, each row with the adapter of its policy.
 
-    def __init__(
-        self,
-        prompts: Sequence[torch.Tensor],
-        samples: int,
-        sampling: SamplingConfig,
-        rng: torch.Generator,
-    ) -> None:
-        self.prompts = [prompt.to("cpu", torch.long) for prompt in prompts]
-        self.limits = [new_token_limit(prompt, sampling) for prompt in self.prompts]
-        self.samples, self.sampling = samples, sampling
-        self.chunk_size = sampling.chunk_size or max(1, DEFAULT_CHUNK_ROWS // samples)
-        # Per row, its prompt: the first one with the same ids.
-        self.rows = [first for first in _first_equal(self.prompts) for _ in range(samples)]
-        greedy = sampling.greedy
-        self.uniforms = None if greedy else Uniforms(len(self.rows), max(self.limits), rng)
-        self.tokens: list[torch.Tensor] = [torch.empty(0, dtype=torch.long)] * len(self.rows)
-        self.logps: list[torch.Tensor] = [torch.empty(0)] * len(self.rows)
+    The adapters are not merged; see :mod:`agilerl.llm.generation.mixed_adapters`.
+    """
 
-    @property
-    def fits_one_chunk(self) -> bool:
-        """Whether all rows may be held at once."""
-        return len(self.prompts) <= self.chunk_size
+    def __init__(self, generators: Sequence[HFGenerator]) -> None:
+        self._generators = generators
+        self._prefix_cache: PrefixCache | None = None
+        self._row_adapters: RowAdapters | None = None
 
-    def complete(self, loop: DecodingLoop) -> None:
-        """Complete all rows, every prompt run whole."""
-        for chunk in self._chunks():
-            self._store(chunk, loop.run(self._batch(chunk)))
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Keep rows for prompts that continue them, as :meth:`HFGenerator.session` does."""
+        with self._mixed():
+            self._prefix_cache = PrefixCache()
+            try:
+                yield
+            finally:
+                self._prefix_cache = None
 
-    def complete_cached(self, loop: DecodingLoop, cache: PrefixCache) -> None:
-        """Complete all rows, running only what is new of prompts that continue a cached row.
+    def generate(self, requests: Mapping[int, GenerationRequest]) -> dict[int, Completions]:
+        """See :class:`agilerl.llm.generation.JointGenerator`."""
+        with self._mixed() as rows:
+            return self._generators[0].complete(requests, self._prefix_cache, rows)
 
-        Those go first and in a batch of their own: one prompt without a prefix would make all
-        others run whole, and the cache is free once they have started. Afterwards the cache holds
-        this request's rows.
-        """
-        cached = {prompt: cache.find(self.prompts[prompt]) for prompt in set(self.rows)}
-        continuing = [i for i, prompt in enumerate(self.rows) if cached[prompt] is not None]
-        new = [i for i, prompt in enumerate(self.rows) if cached[prompt] is None]
-        batches: list[tuple[list[int], Cache | None]] = []
-        if continuing:
-            prompts = self._distinct(continuing)
-            prefixes = [row for prompt in prompts if (row := cached[prompt]) is not None]
-            lengths = [len(self.prompts[prompt]) for prompt in prompts]
-            room = min(CACHE_BLOCK, max(self.limits[prompt] for prompt in prompts))
-            batches.append((continuing, cache.take(prefixes, lengths, room)))
-        cache.clear()
-        if new:
-            batches.append((new, None))
-        for chunk, prefix in batches:
-            completed = loop.run(self._batch(chunk), prefix, keep_cache=True)
-            self._store(chunk, completed)
-            self._cache(chunk, completed, cache)
-
-    def _cache(self, chunk: Sequence[int], completed: BatchCompletions, cache: PrefixCache) -> None:
-        """Keep a batch's rows, by prompt and completion."""
-        width = max(len(self.prompts[self.rows[i]]) for i in chunk)
-        for block in completed.cached:
-            prompts = [self.prompts[self.rows[chunk[n]]] for n in block.rows]
-            # The last token was sampled, but never run.
-            completions = [completed.tokens[n][:-1] for n in block.rows]
-            cache.add(
-                block.layers,
-                [torch.cat(pair) for pair in zip(prompts, completions, strict=True)],
-                [width - len(prompt) for prompt in prompts],
-            )
-
-    def _distinct(self, chunk: Sequence[int]) -> list[int]:
-        """The prompts behind some rows, each once."""
-        return sorted({self.rows[i] for i in chunk})
-
-    def _batch(self, chunk: Sequence[int]) -> PromptBatch:
-        distinct, uniforms = self._distinct(chunk), self.uniforms
-        index = {prompt: n for n, prompt in enumerate(distinct)}
-        return PromptBatch(
-            [self.prompts[prompt] for prompt in distinct],
-            [index[self.rows[i]] for i in chunk],
-            [self.limits[self.rows[i]] for i in chunk],
-            lambda number: None if uniforms is None else uniforms.block(number, list(chunk)),
-        )
-
-    def _store(self, chunk: Sequence[int], completed: BatchCompletions) -> None:
-        for n, i in enumerate(chunk):
-            self.tokens[i] = completed.tokens[n]
-            if completed.logps is not None:
-                self.logps[i] = completed.logps[n]
-
-    def _chunks(self) -> Iterator[list[int]]:
-        """Rows of ``chunk_size`` prompts at a time, by length; equal lengths only if unpadded."""
-        length = [len(prompt) for prompt in self.prompts]
-        # Then by ids: equal prompts are run once if they are in one chunk.
-        order = sorted(
-            range(len(length)),
-            key=lambda prompt: (length[prompt], self.rows[prompt * self.samples]),
-        )
-        runs = [order]
-        if not self.sampling.left_padding:
-            runs = [list(run) for _, run in groupby(order, key=length.__getitem__)]
-        for run in runs:
-            for start in range(0, len(run), self.chunk_size):
-                chunk = run[start : start + self.chunk_size]
-                yield [p * self.samples + sample for p in chunk for sample in range(self.samples)]
-
-
-def _first_equal(prompts: Sequence[torch.Tensor]) -> list[int]:
-    """For each prompt, the index of the first one with the same ids."""
-    first: dict[bytes, int] = {}
-    return [first.setdefault(id_bytes(prompt), i) for i, prompt in enumerate(prompts)]
+    @contextlib.contextmanager
+    def _mixed(self) -> Iterator[RowAdapters]:
+        if self._row_adapters is not None:
+            yield self._row_adapters
+            return
+        with mixed_adapters([generator.policy for generator in self._generators]) as rows:
+            self._row_adapters = rows
+            try:
+                yield rows
+            finally:
+                self._row_adapters = None

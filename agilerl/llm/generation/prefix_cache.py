@@ -55,6 +55,7 @@ class PrefixCache:
         layers: Sequence[LayerTensors],
         token_ids: Sequence[torch.Tensor],
         starts: Sequence[int],
+        adapters: Sequence[int],
     ) -> None:
         """Store one block.
 
@@ -62,16 +63,19 @@ class PrefixCache:
             layers: Per layer, keys and values ``(n, heads, columns, head size)``, contiguous.
             token_ids: Per row, the 1-D ids that have keys and values.
             starts: Per row, the column of its first token.
+            adapters: Per row, the number of the adapter that it ran with.
         """
-        for row, (ids, start) in enumerate(zip(token_ids, starts, strict=True)):
-            self._rows[id_bytes(ids)] = CachedRow(len(self._blocks), row, start, len(ids))
+        rows = zip(token_ids, starts, adapters, strict=True)
+        for row, (ids, start, adapter) in enumerate(rows):
+            key = row_key(ids, adapter)
+            self._rows[key] = CachedRow(len(self._blocks), row, start, len(ids))
         self._blocks.append(list(layers))
         self._sorted = sorted(self._rows)
         self._prefix_of = _longest_prefixes(self._sorted)
 
-    def find(self, prompt: torch.Tensor) -> CachedRow | None:
-        """The longest row that is a proper prefix of the 1-D ``prompt``."""
-        ids = id_bytes(prompt)
+    def find(self, prompt: torch.Tensor, adapter: int) -> CachedRow | None:
+        """The longest row of an adapter that is a proper prefix of the 1-D ``prompt``."""
+        ids = row_key(prompt, adapter)
         index = bisect_left(self._sorted, ids)
         # Whatever sorts between a prefix of the prompt and the prompt starts with that prefix too.
         row = self._sorted[index - 1] if index else None
@@ -117,9 +121,9 @@ class PrefixCache:
         self._sorted, self._prefix_of = [], {}
 
 
-def id_bytes(ids: torch.Tensor) -> bytes:
-    """Token ids as a dictionary key; a prefix of ids is a prefix of bytes."""
-    return ids.numpy().tobytes()
+def row_key(ids: torch.Tensor, adapter: int) -> bytes:
+    """A dictionary key of token ids under an adapter; a prefix of ids is a prefix of the key."""
+    return adapter.to_bytes(8) + ids.numpy().tobytes()
 
 
 def _longest_prefixes(rows: Sequence[bytes]) -> dict[bytes, bytes | None]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 
 from agilerl.checks import require
 from agilerl.llm.config import SamplingConfig
-from agilerl.llm.generation import Completions, new_token_limit
+from agilerl.llm.generation import Completions, GenerationRequest, JointLimits, new_token_limit
 from agilerl.llm.generation.stop_sequences import required_tokenizer
 from agilerl.llm.generation.vllm import probe
 from agilerl.llm.generation.vllm.adapter_files import AdapterFiles, current_tensors
@@ -21,11 +23,21 @@ from agilerl.llm.generation.vllm.engine import (
     Engine,
     EngineError,
     Request,
-    Sample,
     StagedAdapter,
     sampling_parameters,
 )
 from agilerl.llm.policy import Policy
+
+
+class _Sync(NamedTuple):
+    """What brings an engine to a policy's present weights."""
+
+    digest: str
+    """Of these weights."""
+    tensors: dict[str, torch.Tensor] | None
+    """To be served; None: they are already."""
+    expected: probe.Expected | None
+    """To be compared with what the engine computes; None: nothing is."""
 
 
 class VLLMGenerator:
@@ -39,8 +51,8 @@ class VLLMGenerator:
         model_name: That the base was loaded by.
 
     Attributes:
-        sync_seconds: What the start of the last session took: waking the engine, bringing it the
-            adapter, the probe.
+        sync_seconds: What the start of the last session took: waking the engine (its share, where
+            several generators woke it), bringing it the adapter, the probe.
         probe_difference: What the last probe found, in nats; nan before the first.
     """
 
@@ -93,28 +105,26 @@ class VLLMGenerator:
         if self._in_session:
             yield
             return
-        started = time.perf_counter()
+        with _serving([self]):
+            yield
+
+    def _planned_sync(self) -> _Sync:
+        """What is to be done before this generator may sample; needs the base on its device."""
         tensors, digest = current_tensors(self.policy)
         # A wake is no reason to trust what was served before; from level 2 nothing comes back.
         sleep_level = self.engine.sleep_level
         changed = digest != self._served_digest or sleep_level == 2
         probing = self.config.probes and (changed or sleep_level > 0)
-        # Before the base leaves the device.
         expected = probe.expected_logprobs(self.policy) if probing else None
-        offloaded = self.policy.base.offloaded() if self._offload_base else contextlib.nullcontext()
-        self._served_digest = None  # until all of it has worked
-        with offloaded, self.engine.awake():
-            if changed:
-                self._serve(tensors)
-            if expected is not None:
-                self._probe(expected)
-            self.sync_seconds = time.perf_counter() - started
-            self._in_session = True
-            try:
-                yield
-            finally:
-                self._in_session = False
-        self._served_digest = digest
+        return _Sync(digest, tensors if changed else None, expected)
+
+    def _run_sync(self, sync: _Sync) -> None:
+        started = time.perf_counter()
+        if sync.tensors is not None:
+            self._serve(sync.tensors)
+        if sync.expected is not None:
+            self._probe(sync.expected)
+        self.sync_seconds += time.perf_counter() - started
 
     def _serve(self, tensors: dict[str, torch.Tensor]) -> None:
         """Have the engine serve a new version of the adapter in place of the last."""
@@ -158,22 +168,34 @@ class VLLMGenerator:
                 tokenizer beside the model.
             EngineError: The engine died or hangs.
         """
+        request = GenerationRequest(prompts, samples_per_prompt, sampling, rng)
+        with self.session():
+            return _completions(self.engine.complete(self._requests(request)))
+
+    def _requests(self, request: GenerationRequest) -> list[Request]:
+        """One request to the engine per prompt; in a session."""
+        sampling = request.sampling
         if sampling.stop_sequences:  # which vLLM ignores without a tokenizer
             names = self._model_name, self.policy.base.model.name_or_path
             required_tokenizer("stop_sequences", sampling.stop_sequences, *names)
-        limits = [new_token_limit(prompt, sampling) for prompt in prompts]
-        seeds = [0] * len(prompts)
+        limits = [new_token_limit(prompt, sampling) for prompt in request.prompts]
+        seeds = [0] * len(limits)
         if not sampling.greedy:
-            seeds = torch.randint(2**31, (len(prompts),), generator=rng).tolist()
-        parameters = partial(sampling_parameters, sampling, self.config, samples_per_prompt)
-        with self.session():
-            assert self._served is not None
-            requests = [
-                Request(prompt.tolist(), parameters(limit, seed), self._served)
-                for prompt, limit, seed in zip(prompts, limits, seeds, strict=True)
-            ]
-            answers = self.engine.complete(requests)
-        return _completions([sample for answer in answers for sample in answer.samples])
+            seeds = torch.randint(2**31, (len(limits),), generator=request.rng).tolist()
+        assert self._served is not None
+        parameters = partial(sampling_parameters, sampling, self.config, request.samples_per_prompt)
+        return [
+            Request(prompt.tolist(), parameters(limit, seed), self._served)
+            for prompt, limit, seed in zip(request.prompts, limits, seeds, strict=True)
+        ]
+
+    def joint_limits(self, sampling: SamplingConfig, samples_per_prompt: int) -> JointLimits | None:
+        """See :class:`agilerl.llm.generation.Generator`: the others on its engine."""
+        return JointLimits(("vllm", id(self.engine)), None)
+
+    def join(self, others: Sequence[VLLMGenerator]) -> JointVLLMGenerator:
+        """See :class:`agilerl.llm.generation.Generator`."""
+        return JointVLLMGenerator([self, *others])
 
     def close(self) -> None:
         """Have the engine forget the adapter; it ends with the last generator that uses it."""
@@ -185,7 +207,61 @@ class VLLMGenerator:
         del self.engine
 
 
-def _completions(samples: Sequence[Sample]) -> Completions:
+class JointVLLMGenerator:
+    """Generates for several policies in one call of the engine, each request with its adapter.
+
+    The engine runs at most ``vllm_config.max_loras`` adapters at the same time.
+    """
+
+    def __init__(self, generators: Sequence[VLLMGenerator]) -> None:
+        self._generators, self._in_session = generators, False
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Wake the engine and bring it all adapters, as :meth:`VLLMGenerator.session` does."""
+        with _serving(self._generators):
+            self._in_session = True
+            try:
+                yield
+            finally:
+                self._in_session = False
+
+    def generate(self, requests: Mapping[int, GenerationRequest]) -> dict[int, Completions]:
+        """See :class:`agilerl.llm.generation.JointGenerator`."""
+        with contextlib.nullcontext() if self._in_session else self.session():
+            of = {n: self._generators[n]._requests(request) for n, request in requests.items()}
+            answers = iter(
+                self._generators[0].engine.complete([each for some in of.values() for each in some])
+            )
+            return {n: _completions(list(islice(answers, len(some)))) for n, some in of.items()}
+
+
+@contextlib.contextmanager
+def _serving(generators: Sequence[VLLMGenerator]) -> Iterator[None]:
+    """Within it the engine that generators share is awake and serves their adapters as they are."""
+    started, engine = time.perf_counter(), generators[0].engine
+    # Before the base leaves the device.
+    syncs = [generator._planned_sync() for generator in generators]
+    offload = any(generator._offload_base for generator in generators)
+    base = generators[0].policy.base
+    with base.offloaded() if offload else contextlib.nullcontext(), engine.awake():
+        for generator in generators:
+            generator._served_digest = None  # until all of it has worked
+            generator.sync_seconds = (time.perf_counter() - started) / len(generators)
+        try:
+            for generator, sync in zip(generators, syncs, strict=True):
+                generator._run_sync(sync)
+                generator._in_session = True
+            yield
+        finally:
+            for generator in generators:
+                generator._in_session = False
+    for generator, sync in zip(generators, syncs, strict=True):
+        generator._served_digest = sync.digest
+
+
+def _completions(answers: Sequence[Answer]) -> Completions:
+    samples = [sample for answer in answers for sample in answer.samples]
     tokens = [torch.tensor(sample.token_ids, dtype=torch.long) for sample in samples]
     if any(sample.logps is None for sample in samples):
         return Completions(tokens)

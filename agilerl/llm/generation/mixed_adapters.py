@@ -1,0 +1,195 @@
+"""Batches whose rows run with different LoRA adapters of one base.
+
+PEFT's own mixed batches (``adapter_names``) look the rows of every adapter up in Python, in every
+layer and for every token. Here the rows are grouped once for as long as they stay the same, and a
+layer runs all adapters in one batched product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from peft.tuners.lora.layer import Linear, LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+from torch import nn
+
+from agilerl.llm.policy import Policy
+from agilerl.llm.shared_base import SharedBase
+
+logger = logging.getLogger(__name__)
+
+# Different, so that neither is mistaken for the other.
+_PROBE_ROWS, _PROBE_TOKENS = 3, 2
+_mixable: WeakKeyDictionary[SharedBase, dict[Hashable, bool]] = WeakKeyDictionary()
+
+
+class RowAdapters:
+    """Which adapter each row of the next forward runs with.
+
+    Args:
+        count: Number of adapters, M.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count, self.rows = count, 0
+        self._gather: torch.Tensor | None = None
+        self._place: torch.Tensor | None = None
+
+    def assign(self, adapters: torch.Tensor) -> None:
+        """Choose an adapter for each row: ``(N,)`` long, below ``count``."""
+        self.rows = len(adapters)
+        counts = torch.bincount(adapters, minlength=self.count)
+        room = int(counts.max())
+        order = adapters.argsort(stable=True)
+        # Row r of adapter a goes to place a * room + r; places of other adapters' rows stay unused.
+        sorted_adapters = adapters[order]
+        starts = counts.cumsum(0) - counts
+        rank = torch.arange(self.rows, device=adapters.device) - starts[sorted_adapters]
+        place = torch.empty_like(order)
+        place[order] = sorted_adapters * room + rank
+        if room * self.count == self.rows and bool((place == order.sort().values).all()):
+            self._gather = self._place = None  # grouped as they are
+            return
+        self._gather = torch.zeros(self.count * room, dtype=torch.long, device=adapters.device)
+        self._gather[place] = torch.arange(self.rows, device=adapters.device)
+        self._place = place
+
+    def run(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Each row through its adapter.
+
+        Args:
+            x: ``(N, T, in)``.
+            down: ``(M, in, R)``.
+            up: ``(M, R, out)``.
+
+        Returns:
+            ``(N, T, out)``.
+        """
+        tokens = x.shape[1]
+        grouped = x if self._gather is None else x[self._gather]
+        made = grouped.reshape(self.count, -1, x.shape[-1]).bmm(down).bmm(up)
+        made = made.view(-1, tokens, up.shape[-1])
+        return made if self._place is None else made[self._place]
+
+
+class MixedLinear(nn.Module):
+    """A linear layer of the base and the LoRA branches of several adapters.
+
+    Args:
+        layer: PEFT's, which holds all of them.
+        slots: The adapters, in the order of ``rows``; all of one rank.
+        rows: Which row runs with which.
+    """
+
+    def __init__(self, layer: LoraLayer, slots: Sequence[str], rows: RowAdapters) -> None:
+        super().__init__()
+        self.base_layer, self._rows = layer.get_base_layer(), rows
+        self._down = torch.stack([layer.lora_A[slot].weight.T for slot in slots])
+        self._up = torch.stack(
+            [layer.lora_B[slot].weight.T * layer.scaling[slot] for slot in slots]
+        )
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``x`` is ``(N, T, in)``.
+
+        Raises:
+            RowsNotGivenError: If it is not.
+        """
+        if x.dim() != 3 or len(x) != self._rows.rows:
+            raise RowsNotGivenError(f"a linear layer was given an input of shape {tuple(x.shape)}")
+        result: torch.Tensor = self.base_layer(x, *args, **kwargs)
+        branch = self._rows.run(x.to(self._down.dtype), self._down, self._up)
+        return (result + branch).to(result.dtype)
+
+
+class RowsNotGivenError(ValueError):
+    """A layer's input does not say which row is which, as that of an expert in a mixture."""
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def mixed_adapters(policies: Sequence[Policy]) -> Iterator[RowAdapters]:
+    """Within it the rows of a forward of the base run with the adapters of several policies.
+
+    They are those of the policies' current roles, as they are when it is entered; ``assign`` of
+    what it gives chooses among them. No adapter can be used otherwise meanwhile. Layers keep the
+    base's weights and get copies of the adapters, which must be as :func:`mixing_key` says.
+    """
+    base, rows = policies[0].base, RowAdapters(len(policies))
+    slots = [policy.slot(policy.role) for policy in policies]
+    assert base.peft is not None
+    layers = [
+        (parent, name, child)
+        for parent in base.peft.get_base_model().modules()
+        for name, child in parent.named_children()
+        if isinstance(child, LoraLayer) and slots[0] in child.lora_A
+    ]
+    with base.exclusive(*slots):
+        for parent, name, child in layers:
+            parent._modules[name] = MixedLinear(child, slots, rows)
+        try:
+            yield rows
+        finally:
+            for parent, name, child in layers:
+                parent._modules[name] = child
+
+
+def mixing_key(policy: Policy) -> Hashable | None:
+    """Policies of a base whose keys are equal may run in one batch; None: this one cannot.
+
+    What they must have in common are the names and shapes of their adapters' parameters. An adapter
+    cannot be mixed if it does more than add a low-rank branch to linear layers, or if a layer that
+    it targets is not given all rows: that is probed once per base and set of shapes.
+    """
+    shapes = tuple((name, p.shape) for name, p in policy.parameters(policy.role).items())
+    known = _mixable.setdefault(policy.base, {})
+    if shapes not in known:
+        known[shapes] = policy.base.partition is None and _is_plain_lora(policy) and _probe(policy)
+        if not known[shapes]:
+            name = type(policy.base.model).__name__
+            logger.info("agents on this %s roll out one by one: adapters cannot be mixed", name)
+    return shapes if known[shapes] else None
+
+
+def _is_plain_lora(policy: Policy) -> bool:
+    """Whether each of an adapter's parameters belongs to a low-rank branch of a linear layer."""
+    slot = policy.slot(policy.role)
+    for module in policy.model.modules():
+        if isinstance(module, ModulesToSaveWrapper) and slot in module.modules_to_save:
+            return False
+        if not isinstance(module, BaseTunerLayer) or slot not in adapters_of(module):
+            continue
+        plain = type(module) is Linear and slot in module.lora_A
+        if not plain or slot in module.lora_variant or module.lora_bias[slot]:
+            return False
+    return True
+
+
+@torch.no_grad()
+def _probe(policy: Policy) -> bool:
+    """Whether every layer with the adapter is given all rows, one by one."""
+    ids = torch.arange(_PROBE_ROWS * _PROBE_TOKENS, device=policy.device).view(_PROBE_ROWS, -1)
+    with mixed_adapters([policy, policy]) as rows:
+        rows.assign(torch.tensor([0, 1, 0], device=policy.device))
+        try:
+            policy.base.decoder(input_ids=ids, use_cache=False)
+        except RowsNotGivenError:
+            return False
+    return True
+
+
+def adapters_of(layer: BaseTunerLayer) -> set[str]:
+    """The adapters that a layer has parameters of."""
+    tables = [layer._modules.get(kind) for kind in layer.adapter_layer_names]
+    return {
+        name
+        for table in tables
+        if isinstance(table, nn.ModuleDict | nn.ParameterDict)
+        for name in table
+    }
