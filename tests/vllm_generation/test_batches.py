@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from vllm_agents import CONFIG, agent_on, prompts_of, train
 
 from agilerl.algorithms import GRPO
+from agilerl.llm.generation import GenerationRequest
 from agilerl.llm.generation.vllm.engine import Answer, Request
 from agilerl.llm.generation.vllm.generator import VLLMGenerator
 
@@ -57,3 +58,35 @@ def test_adapters_of_two_agents_in_one_batch(make_agent: MakeAgent) -> None:
     for n, answer in zip((0, 2, 3, 1), together, strict=True):
         torch.testing.assert_close(logps(answer), logps(alone[n]), rtol=0, atol=1e-4)
     assert not torch.allclose(logps(alone[0]), logps(alone[2]), rtol=0, atol=1e-2)
+
+
+def test_two_agents_get_in_one_call_what_each_gets_alone(make_agent: MakeAgent) -> None:
+    agents = [make_agent(lr=0.05, max_output_tokens=6, temperature=t) for t in (1.0, 0.7)]
+    for seed, agent in enumerate(agents):
+        train(agent, 2, seed=seed)
+    prompts = [prompts_of(7, 20), prompts_of(30)]
+    generators = [agent.generator for agent in agents]
+    limits = [
+        agent.generator.joint_limits(agent.sampling_config(), agent.group_size) for agent in agents
+    ]
+    assert limits[0] == limits[1]
+
+    def requests() -> dict[int, GenerationRequest]:
+        for seed, agent in enumerate(agents):
+            agent.rng.manual_seed(seed)
+        return {
+            n: agent.generation_request(prompts[n], repeat_prompts=True)
+            for n, agent in enumerate(agents)
+        }
+
+    joint = generators[0].join(generators[1:])
+    with joint.session():
+        made = [joint.generate(requests()) for _ in range(2)]
+    assert joint.generate(requests()).keys() == {0, 1}  # outside of a session too
+    for n, agent in enumerate(agents):
+        requests()
+        alone = agent.get_action(prompts[n])
+        result = agent.action_result(agent.generation_request(prompts[n]), made[0][n])
+        for mine, theirs in zip(result.completion_ids, alone.completion_ids, strict=True):
+            assert torch.equal(mine, theirs)
+        assert made[1][n].logps is not None

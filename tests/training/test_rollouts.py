@@ -1,0 +1,154 @@
+"""Agents that act together collect what they would have collected one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from resume_helpers import TOKENIZER, make_agents, make_gym, seed_all
+from training_fakes import FakeGym
+
+from agilerl.algorithms import GRPO
+from agilerl.llm.generation.hf import HFGenerator
+from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper
+from agilerl.llm_envs.dataset import TrainingBatchSampler
+from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
+from agilerl.training.experience import Experience
+from agilerl.training.population import Population
+from agilerl.training.rollouts import collect
+
+Collectors = Callable[[int], Sequence[Any]]
+
+
+class Echo:
+    """Up to three turns; the observation is made of the seed and the action."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.seed, self.turn = seed, 0
+        return f"game {seed}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turn += 1
+        over = self.turn == 3 or len(action) % 3 == 0
+        return f"{self.seed}: {action[:2]!r}", len(set(action)) / 8, over, False, {}
+
+
+def shared_gym(count: int) -> list[ReasoningCollector]:
+    return [ReasoningCollector(make_gym())] * count
+
+
+def gyms(count: int) -> list[ReasoningCollector]:
+    return [ReasoningCollector(make_gym(seed=number)) for number in range(count)]
+
+
+def games(count: int) -> list[MultiTurnCollector]:
+    def env() -> SyncMultiTurnVecEnv:
+        return SyncMultiTurnVecEnv(
+            lambda: TokenObservationWrapper(Echo(), TOKENIZER, max_turns=3), batch_size=2
+        )
+
+    return [MultiTurnCollector(env(), TrainingBatchSampler(4, 2, 1)) for _ in range(count)]
+
+
+KINDS: dict[str, Collectors] = {"shared gym": shared_gym, "gyms": gyms, "games": games}
+
+
+@pytest.fixture
+def pop() -> Iterator[list[GRPO]]:
+    """Agents with adapters that differ."""
+    agents = make_agents(4)
+    for agent in agents:
+        rng = torch.Generator().manual_seed(agent.index)
+        for parameter in agent.policy.parameters().values():
+            parameter.data.normal_(0, 0.3, generator=rng)
+    yield agents
+    for agent in agents:
+        agent.clean_up()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many agents each call of a generator served."""
+    served: list[int] = []
+    complete = HFGenerator.complete
+
+    def counted(self: HFGenerator, requests: Any, *args: Any) -> Any:
+        served.append(len(requests))
+        return complete(self, requests, *args)
+
+    monkeypatch.setattr(HFGenerator, "complete", counted)
+    return served
+
+
+def rollouts(pop: list[GRPO], collectors: Sequence[Any], iterations: int = 2) -> list[Experience]:
+    seed_all()
+    for agent in pop:
+        agent.rng.manual_seed(agent.index)
+    population = Population(pop, collectors)
+    return [each for _ in range(iterations) for each in collect(population.members)]
+
+
+def assert_same(mine: Sequence[Experience], theirs: Sequence[Experience]) -> None:
+    for a, b in zip(mine, theirs, strict=True):
+        for rows, others in zip(a.experiences[:2], b.experiences[:2], strict=True):
+            assert [row.tolist() for row in rows] == [row.tolist() for row in others]
+        assert torch.equal(a.rewards, b.rewards)
+        assert (a.steps, a.generated_tokens, a.metrics) == (b.steps, b.generated_tokens, b.metrics)
+        assert a.samples == b.samples
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_in_one_call_as_one_by_one(
+    kind: str, pop: list[GRPO], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = rollouts(pop, KINDS[kind](4))
+    assert calls[0] == 4
+    assert 1 not in calls or kind == "games"  # of which one may go on alone
+    states = [agent.rng.get_state() for agent in pop]
+    monkeypatch.setattr(HFGenerator, "joint_limits", lambda *_: None)
+    calls.clear()
+    assert_same(together, rollouts(pop, KINDS[kind](4)))
+    assert set(calls) == {1}
+    for agent, state in zip(pop, states, strict=True):
+        assert torch.equal(agent.rng.get_state(), state)
+
+
+def test_only_agents_that_sample_alike_act_together(pop: list[GRPO], calls: list[int]) -> None:
+    pop[1].temperature = 0.5
+    pop[2].group_size = 5  # no matter
+    mixed = rollouts(pop, shared_gym(4), iterations=1)
+    assert sorted(calls) == [1, 3]
+    assert [each.rewards.shape[1] for each in mixed] == [3, 3, 5, 3]
+    # Each has still the batch of its turn.
+    pop[1].temperature = pop[0].temperature
+    questions = [[sample.question for sample in each.samples] for each in mixed]
+    alike = rollouts(pop, shared_gym(4), iterations=1)
+    assert questions == [[sample.question for sample in each.samples] for each in alike]
+
+
+def test_no_more_rows_at_a_time_than_one_agent_may_have(pop: list[GRPO], calls: list[int]) -> None:
+    for agent in pop:
+        agent.hf_generate_chunk_size = 4  # two agents' prompts
+    rollouts(pop, gyms(4), iterations=1)
+    assert calls == [2, 2]
+
+
+def test_an_environment_that_cannot_look_ahead(pop: list[GRPO], calls: list[int]) -> None:
+    class Gym(FakeGym):
+        def _prompts(self) -> list[dict[str, Any]]:
+            return [{**p, "input_ids": p["input_ids"] - 90} for p in super()._prompts()]
+
+    seen = rollouts(pop, [ReasoningCollector(Gym())] * 4, iterations=1)
+    assert calls == [1, 1, 1, 1]
+    assert len(seen) == 4
+    calls.clear()
+    rollouts(pop, [ReasoningCollector(Gym()) for _ in pop], iterations=1)
+    assert calls == [4]
+
+
+def test_the_time_of_a_call_is_divided(pop: list[GRPO]) -> None:
+    experiences = rollouts(pop, shared_gym(4), iterations=1)
+    per_token = [each.generation_seconds / each.generated_tokens for each in experiences]
+    assert per_token == pytest.approx([per_token[0]] * 4)
