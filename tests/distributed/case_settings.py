@@ -50,6 +50,7 @@ SOME_CASES = {
         "checkpoint_grid",
         "population",
         "evolution",
+        "mutations",
     ],
     "zero3_offload": ["one_step_grpo"],
     "zero3_in_parts": ["agreement"],

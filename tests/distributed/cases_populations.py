@@ -17,6 +17,7 @@ from held_tensors import tensors_held
 
 from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
 from agilerl.hpo import Mutations, TournamentSelection
+from agilerl.hpo.mutation import set_hyperparameter
 from agilerl.testing import tiny_model
 from agilerl.training.generation import next_generation
 from agilerl.training.population import Population
@@ -96,7 +97,43 @@ def evolution(accelerator: Any) -> dict[str, Any]:
     }
 
 
+MUTATED: dict[str, float] = {
+    "lr": 5e-3,
+    "beta": 0.2,
+    "clip_coef": 1e-4,
+    "batch_size": 3,
+    "micro_batch_size_per_gpu": 1,
+    "update_epochs": 3,
+    "temperature": 0.5,
+    "max_grad_norm": 1e-3,
+    "adv_clip_range": 0.3,
+}
+"""Moves to these values; that of the batch size is no multiple of two processes."""
+
+
+def mutations(accelerator: Any) -> dict[str, Any]:
+    """Between two steps one hyperparameter is mutated; then again in another agent."""
+    first = make_agent(
+        accelerator, adv_clip_range=10.0, micro_batch_size_per_gpu=2, update_epochs=2
+    )
+    mine(accelerator).learned_by(first)
+    found = {}
+    for name, value in {"nothing": 0.0, **MUTATED}.items():
+        mutated = first.clone()
+        if name != "nothing":
+            limits = RLParameter(value, value, dtype=type(value))
+            set_hyperparameter(mutated, name, limits, value)
+        built = mutated.clone()  # by the constructor, with the value
+        for agent in (mutated, built):
+            mine(accelerator, seed=1).learned_by(agent)
+        found[name] = weights(mutated), weights(built)
+        mutated.clean_up()
+        built.clean_up()
+    return found
+
+
 POPULATION_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "population": population,
     "evolution": evolution,
+    "mutations": mutations,
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from agents_and_batches import data, make_agent, weights
 from case_settings import each_setting
-from cases_populations import RATES
+from cases_populations import MUTATED, RATES
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
@@ -60,3 +60,15 @@ def test_agents_that_were_replaced_leave_nothing_on_any_rank(ranks: Ranks) -> No
         assert rank["engines"] == 3
         first, *_, last = (size for _, size in rank["tensors_held"])
         assert last <= 1.01 * first
+
+
+@each_setting("mutations")
+def test_mutated_hyperparameters_take_effect_in_the_next_step(ranks: Ranks) -> None:
+    """The same as if the agent had been made with them."""
+    for rank in ranks:
+        plain, _ = rank.pop("nothing")
+        assert rank.keys() == MUTATED.keys()
+        for name, (mutated, built) in rank.items():
+            assert torch.equal(mutated, built), name
+            same = torch.allclose(mutated, plain, atol=1e-5, rtol=0)
+            assert same == (name == "micro_batch_size_per_gpu"), name

@@ -13,12 +13,19 @@ from vllm_agents import CONFIG, agent_on, prompts_of, train
 
 from agilerl.algorithms import GRPO
 from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
+from agilerl.hpo.mutation import set_hyperparameter
 from agilerl.llm.generation.vllm.engine import Answer, EngineError, Request
 from agilerl.testing import load_bundled_model
 from agilerl.utils.algo_utils import VLLMConfig
 
 PROMPTS = prompts_of(4, 9, 17, 30)
 SIZE = 3
+MUTATED: dict[str, float] = {
+    "group_size": 2,
+    "temperature": 1.7,
+    "lr": 3e-2,
+    "vllm_importance_sampling_cap": 0.5,
+}
 
 
 def engine_processes() -> set[int]:
@@ -149,14 +156,16 @@ def test_clones_and_mutated_members(members: list[GRPO], staging: Path) -> None:
     expected = greedy(members[0])
     assert [greedy(clone) for clone in clones] == [expected] * 4
     mutated = clones[0]
-    mutated.group_size, mutated.temperature, mutated.lr = 2, 1.7, 3e-2
-    mutated.mut = "group_size"
+    for name, value in MUTATED.items():
+        set_hyperparameter(mutated, name, RLParameter(value, value, dtype=type(value)), value)
     child = mutated.clone()
     for agent in (mutated, child):
         action = agent.get_action(PROMPTS)
         assert [len(rows) for rows in action.completion_ids] == [2] * len(PROMPTS)
         # Of its own temperature, and of its own adapter once that is trained.
-        assert train(agent, 2)["importance_weight_max"] == pytest.approx(1.0, abs=1e-3)
+        found = train(agent, 2)
+        assert found["importance_weight_max"] == pytest.approx(1.0, abs=1e-3)
+        assert found["importance_weight_capped"] == 1.0
         assert greedy(agent) == greedy(without_vllm(agent)) != expected
     assert greedy(members[0]) == expected
     assert engine_processes() <= processes
