@@ -7,7 +7,12 @@ import random
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from agilerl.algorithms.core.registry import RLParameter, magnitude, with_magnitude
+from agilerl.algorithms.core.registry import (
+    RLParameter,
+    magnitude,
+    next_multiple,
+    with_magnitude,
+)
 from agilerl.checks import FLAG, Number, require
 from agilerl.distributed import ranks_of
 
@@ -166,15 +171,14 @@ def _step(agent: Any, name: str, parameter: RLParameter, rng: random.Random) -> 
 
 
 def set_hyperparameter(agent: Any, name: str, parameter: RLParameter, value: float) -> str:
-    """Give a hyperparameter the valid value nearest to one; returns what was changed, in words.
+    """Give a hyperparameter a value, or a valid one beside it; returns what was changed, in words.
 
     A band keeps its proportions. A batch size stays a multiple of the number of processes.
     """
     (old,) = agent.attributes((name,)).values()
     note, processes = "", ranks_of(agent.accelerator).world_size
     if name == "batch_size" and value % processes:
-        value = processes * max(1, round(value / processes))
-        value -= processes * (value > parameter.max)
+        value = next_multiple(value, processes, parameter, old)
         note = f" (a multiple of {processes} processes)"
     new = with_magnitude(old, value)
     agent.argument_table()[name].check(name, new)

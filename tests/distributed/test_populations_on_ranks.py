@@ -66,6 +66,7 @@ def test_agents_that_were_replaced_leave_nothing_on_any_rank(ranks: Ranks) -> No
 def test_mutated_hyperparameters_take_effect_in_the_next_step(ranks: Ranks) -> None:
     """The same as if the agent had been made with them."""
     for rank in ranks:
+        assert all(size in (2, 4, 6, 8) for size in rank.pop("drawn"))
         plain, _ = rank.pop("nothing")
         assert rank.keys() == MUTATED.keys()
         for name, (mutated, built) in rank.items():

@@ -74,6 +74,20 @@ def test_limits_hold(make: Any, value: Any, bounds: tuple[float, float]) -> None
     assert max(seen) == pytest.approx(bounds[1])
 
 
+@pytest.mark.parametrize(("value", "bounds"), [((0.0, 5.0), (1.0, 8.0)), ((0.5, 1.7), (0.5, 2.0))])
+def test_a_lower_bound_ends_at_0(make: Any, value: Any, bounds: tuple[float, float]) -> None:
+    """That of CISPO is 0 from the start, and stays so."""
+    (agent,) = make(clip_coef=value, hp_config=search(clip_coef=RLParameter(*bounds)))
+    mutate, seen = mutations(), []
+    for _ in range(400):
+        mutate.mutation([agent])
+        seen.append(agent.clip_coef)
+    lows, highs = zip(*seen, strict=True)
+    assert min(lows) == 0.0
+    assert max(lows) == 0.0 or value[0] > 0
+    assert (min(highs), max(highs)) == pytest.approx((1 + bounds[0], 1 + bounds[1]))
+
+
 def test_shares_of_agents(make: Any) -> None:
     agents = make(4, hp_config=search(lr=RLParameter(1e-9, 1.0)))
     mutate = mutations(no_mutation=0.3, rl_hp=0.1)
@@ -124,6 +138,7 @@ def test_perturb_or_resample_changes_all(make: Any, resample: float) -> None:
 
 
 def test_a_batch_stays_divisible(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And moves to another multiple, or it could never leave a small one."""
     (agent,) = make(batch_size=16)
 
     class Four:
@@ -135,6 +150,12 @@ def test_a_batch_stays_divisible(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
         said = set_hyperparameter(agent, "batch_size", parameter, value)
         assert agent.batch_size == valid
         assert ("multiple of 4 processes" in said) == (value != 16)
+    for old, value, valid in ((8, 10, 12), (8, 6, 4), (4, 3, 4), (20, 22, 20)):
+        agent.batch_size = old
+        set_hyperparameter(agent, "batch_size", RLParameter(3, 22, dtype=int), value)
+        assert agent.batch_size == valid
+    set_hyperparameter(agent, "batch_size", RLParameter(1, 3, dtype=int), 3)
+    assert agent.batch_size == 4, "there is no multiple within these limits"
 
 
 @pytest.mark.parametrize("name", ["architecture", "new_layer_prob", "parameters", "activation"])

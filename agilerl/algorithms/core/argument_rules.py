@@ -23,7 +23,7 @@ def check_clip_coef(name: str, value: Any) -> None:
         f"{name} is {value!r}; it must be a number or a tuple (lo, hi)",
         TypeError,
     )
-    clip_band(value)
+    clip_band(value, name)
 
 
 def check_pad_token_id(name: str, value: Any) -> None:

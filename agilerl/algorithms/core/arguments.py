@@ -38,7 +38,7 @@ from agilerl.algorithms.core.argument_rules import (
     check_text,
     check_texts,
 )
-from agilerl.algorithms.core.registry import HyperparameterConfig
+from agilerl.algorithms.core.registry import HyperparameterConfig, with_magnitude
 from agilerl.checks import (
     COUNT,
     FLAG,
@@ -239,11 +239,8 @@ class LLMArguments:
         )
         _check_hp_config(arguments, cls.argument_table())
         rank_batch_size(arguments["batch_size"], arguments["accelerator"])
-        require(
-            not arguments["use_vllm"] or arguments["temperature"] <= VLLM_MAX_TEMPERATURE,
-            f"temperature is {arguments['temperature']}; with use_vllm=True it must be at most "
-            f"{VLLM_MAX_TEMPERATURE}, which is vLLM's limit",
-        )
+        if arguments["use_vllm"]:
+            _check_temperature_of_vllm("temperature", arguments["temperature"])
         least, most = arguments["min_output_tokens"], arguments["max_output_tokens"]
         require(
             least is None or most is None or least <= most,
@@ -274,10 +271,21 @@ def _check_hp_config(arguments: Mapping[str, Any], table: Mapping[str, Argument]
             f"{name} in hp_config has dtype float, but is an integer; pass "
             "RLParameter(..., dtype=int)",
         )
-        for limit in (parameter.min, parameter.max):
-            table[name].check(f"limit of {name} in hp_config", parameter.dtype(limit))
+        value, limit_name = arguments[name], f"limit of {name} in hp_config"
         require(
-            isinstance(arguments[name], Real | tuple | list),
-            f"hp_config names {name!r}, which is {arguments[name]!r}; it must be a number for "
+            isinstance(value, Real | tuple | list),
+            f"hp_config names {name!r}, which is {value!r}; it must be a number for "
             "mutations to start from",
         )
+        for limit in (parameter.min, parameter.max):
+            table[name].check(limit_name, with_magnitude(value, parameter.dtype(limit)))
+        if name == "temperature" and arguments["use_vllm"]:
+            _check_temperature_of_vllm(limit_name, parameter.max)
+
+
+def _check_temperature_of_vllm(name: str, value: float) -> None:
+    require(
+        value <= VLLM_MAX_TEMPERATURE,
+        f"{name} is {value}; with use_vllm=True it must be at most {VLLM_MAX_TEMPERATURE}, which "
+        "is vLLM's limit",
+    )

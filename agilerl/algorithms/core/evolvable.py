@@ -14,9 +14,11 @@ from agilerl.algorithms.core.registry import (
     HyperparameterConfig,
     NetworkGroup,
     OptimizerConfig,
+    next_multiple,
     with_magnitude,
 )
 from agilerl.checks import COUNT, InstanceOf
+from agilerl.distributed import ranks_of
 
 
 class EvolvableAlgorithm:
@@ -147,7 +149,8 @@ class EvolvableAlgorithm:
             wrapper_cls: Wraps every agent, as ``wrapper_cls(agent, **wrapper_kwargs)``.
             wrapper_kwargs: For the wrapper.
             **kwargs: Constructor arguments. Hyperparameters in ``hp_config`` are drawn within
-                their limits for each agent. With ``use_vllm`` the members share one engine, and
+                their limits for each agent, a batch size as a multiple of the number of
+                processes. With ``use_vllm`` the members share one engine, and
                 ``vllm_config.max_loras`` is raised to ``size`` where it is smaller.
         """
         COUNT("size", size)
@@ -155,12 +158,15 @@ class EvolvableAlgorithm:
         search = kwargs.get("hp_config")
         InstanceOf(HyperparameterConfig, "a HyperparameterConfig")("hp_config", search)
         rng = random.Random(kwargs.get("seed", 42))
+        processes = ranks_of(kwargs.get("accelerator")).world_size
         agents: list[Any] = []
         for index in range(size):
-            drawn = {
-                name: with_magnitude(kwargs.get(name), row.sample(rng))
-                for name, row in (search or {}).items()
-            }
+            drawn = {name: row.sample(rng) for name, row in (search or {}).items()}
+            if search and "batch_size" in drawn:
+                drawn["batch_size"] = next_multiple(
+                    drawn["batch_size"], processes, search["batch_size"]
+                )
+            drawn = {name: with_magnitude(kwargs.get(name), value) for name, value in drawn.items()}
             agent: Any = cls(**{**kwargs, **drawn, "index": index})
             agents.append(
                 agent if wrapper_cls is None else wrapper_cls(agent, **(wrapper_kwargs or {}))

@@ -308,7 +308,8 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
     def members_arguments(cls, size: int, given: dict[str, Any]) -> dict[str, Any]:
         """As given, but a vLLM engine that members share has room for an adapter of each."""
         config = given.get("vllm_config")
-        cls.argument_table()["vllm_config"].check("vllm_config", config)
+        for name in ("vllm_config", "accelerator"):
+            cls.argument_table()[name].check(name, given.get(name))
         config = config or VLLMConfig()
         if not given.get("use_vllm") or config.max_loras >= size:
             return given

@@ -90,17 +90,43 @@ class RLParameter:
 def magnitude(value: float | tuple[float, float]) -> float:
     """The number of a hyperparameter that is sampled and mutated.
 
-    Of a band ``(lo, hi)`` around 1, as ``clip_coef`` may be, it is the larger distance from 1.
+    Of a band ``(lo, hi)`` around 1, as ``clip_coef`` may be, it is the larger distance from 1; the
+    upper one if ``lo`` is 0, which ratios cannot go below anyway.
     """
-    return max(1 - value[0], value[1] - 1) if isinstance(value, tuple | list) else value
+    if not isinstance(value, tuple | list):
+        return value
+    low, high = value
+    return high - 1 if low == 0 and high > 1 else max(1 - low, high - 1)
 
 
 def with_magnitude(value: Any, number: float) -> Any:
-    """The hyperparameter with another :func:`magnitude`; a band keeps its proportions."""
+    """The hyperparameter with another :func:`magnitude`.
+
+    A band keeps its proportions, as far as its lower bound is not below 0; one of 0 stays 0.
+    """
     if not isinstance(value, tuple | list):
         return number
     factor = number / magnitude((value[0], value[1]))
-    return tuple(1 + (bound - 1) * factor for bound in value)
+    low, high = (1 + (bound - 1) * factor for bound in value)
+    return (0.0 if value[0] == 0 else max(low, 0.0), high)
+
+
+def next_multiple(value: float, step: int, parameter: RLParameter, old: float | None = None) -> int:
+    """A multiple of ``step`` beside a value, within the parameter's limits if they hold one.
+
+    Args:
+        value: Where to look.
+        step: Such as the number of processes.
+        parameter: The limits.
+        old: What ``value`` was grown or shrunk from: the multiple lies on the far side of it, so
+            that something changes. None: the nearest one.
+    """
+    if old is None:
+        count = round(value / step)
+    else:
+        count = math.ceil(value / step) if value > old else int(value // step)
+    least, most = math.ceil(parameter.min / step), int(parameter.max // step)
+    return step * max(1, min(max(count, least), most))
 
 
 class HyperparameterConfig:
