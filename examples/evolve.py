@@ -34,7 +34,7 @@ import matplotlib
 from grpo_reasoning import GROUP_SIZE, make_agent, make_env
 
 from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
-from agilerl.hpo import Mutations, TournamentSelection
+from agilerl.hpo import PerturbOrResample, TruncationSelection
 from agilerl.hpo.plots import plot_family_tree, plot_hyperparameters, read_generations
 from agilerl.llm_envs import ReasoningGym
 from agilerl.testing import load_bundled_model
@@ -133,6 +133,18 @@ def initial_learning_rates(method: str, seed: int) -> list[float]:
     return [LEARNING_RATE.min * ratio**middle for middle in middles]
 
 
+def evolution(evo_steps: int) -> dict[str, Any]:
+    """Options of the training function, as in Population Based Training."""
+    return {
+        "evo_steps": evo_steps,
+        # A learning rate that pays late must survive the first generations: of four agents one is
+        # replaced at a time, and a score is the mean of two evaluations.
+        "tournament": TruncationSelection(population_size=MEMBERS, share=0.25, eval_loop=2),
+        # The range is covered from the start, so that no rate need be drawn anew.
+        "mutation": PerturbOrResample(resample_probability=0.0),
+    }
+
+
 def train(method: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Train one population; returns its curve, JSON-compatible."""
     model, tokenizer = load_bundled_model()
@@ -159,23 +171,6 @@ def train(method: str, seed: int, folder: Path, args: argparse.Namespace) -> dic
         )
         for index, rate in enumerate(rates)
     ]
-    evolution: dict[str, Any] = {}
-    if method == "evolution":
-        evolution = {
-            "evo_steps": args.evo_steps,
-            "tournament": TournamentSelection(
-                tournament_size=2, elitism=True, population_size=MEMBERS
-            ),
-            "mutation": Mutations(
-                no_mutation=0.2,
-                architecture=0,
-                new_layer_prob=0,
-                parameters=0,
-                activation=0,
-                rl_hp=0.8,
-                mutate_elite=False,
-            ),
-        }
     finetune_llm_reasoning(
         population,
         env=env,
@@ -184,9 +179,9 @@ def train(method: str, seed: int, folder: Path, args: argparse.Namespace) -> dic
         checkpoint_path=folder,
         max_reward=1.0,
         verbose=not args.quiet,
-        **evolution,
+        **(evolution(args.evo_steps) if method == "evolution" else {}),
     )
-    generations = read_generations(folder) if evolution else []
+    generations = read_generations(folder) if method == "evolution" else []
     for agent in population:
         agent.clean_up()
     return {
@@ -221,8 +216,8 @@ def curve(
         members = [
             {
                 "learning_rate": rate,
-                "fitness": float(row["fitness"]),
-                "accuracy": accuracies[row_key(row)],
+                "fitness": round(float(row["fitness"]), 4),
+                "accuracy": round(accuracies[row_key(row)], 4),
             }
             for row, rate in zip(evaluated, rates, strict=True)
         ]

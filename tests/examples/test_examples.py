@@ -161,7 +161,7 @@ def test_evolve(
 ) -> None:
     # The interpreter does this for a script that it is started with.
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    sizes = ("--iterations", "2", "--evo-steps", "1", "--selection-rows", "6", "--report-rows", "8")
+    sizes = ("--iterations", "2", "--evo-steps", "1", "--selection-rows", "5", "--report-rows", "8")
     run_here(EXAMPLES / "evolve.py", *sizes, "--quiet", cwd=tmp_path, monkeypatch=monkeypatch)
     output = capsys.readouterr().out
     folder = tmp_path / "demo_output" / "evolve"
@@ -190,9 +190,9 @@ def test_evolve(
             best = members[point["best"]]
             assert best["fitness"] == max(member["fitness"] for member in members)
             assert point["accuracy_of_best"] == best["accuracy"]
-            # Each split has its own rows: sixths and eighths.
+            # Each split has its own rows: fifths and eighths.
             for member in members:
-                assert member["fitness"] * 6 == pytest.approx(round(member["fitness"] * 6))
+                assert member["fitness"] * 5 == pytest.approx(round(member["fitness"] * 5))
                 assert member["accuracy"] * 8 == pytest.approx(round(member["accuracy"] * 8))
     for picture in ("curves.png", "seed0/family_tree.png", "seed0/learning_rates.png"):
         assert (folder / picture).stat().st_size > 5_000
