@@ -1,0 +1,241 @@
+"""Peak memory and time of a training step of 1, 2, 4 and 8 agents on one base.
+
+Rollouts of a population are one call of the generator (batched), or one after the other. For the
+times both take turns in one process, a step each; every memory peak is of a process of its own.
+
+    OMP_NUM_THREADS=1 python benchmarking/population.py --out benchmarking/results/NAME.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from measure import MemoryPeak
+from report import run_workloads
+from workloads import WORKLOADS, Workload, build_model, lora_config, reward, step_prompts
+
+if TYPE_CHECKING:
+    import torch
+
+    from agilerl.training.experience import Experience
+    from agilerl.training.population import Population
+
+SIZES = (1, 2, 4, 8)
+MODES = ("batched", "one by one")
+SHAPES = {
+    workload.name: workload
+    for workload in (
+        replace(WORKLOADS["vocab32k"], name="vocab32k, 2 x 4", prompts=2, group_size=4),
+        replace(WORKLOADS["vocab32k"], name="vocab32k, 4 x 4", prompts=4, group_size=4),
+        replace(WORKLOADS["vocab32k"], name="vocab32k, 8 x 8"),
+        replace(WORKLOADS["tiny"], name="tiny, 4 x 4", prompts=4, group_size=4),
+    )
+}
+"""By prompts x completions of each agent's step."""
+
+
+class RandomPrompts:
+    """Batches of random prompts, a new one each step; see ``agilerl.training.protocols``."""
+
+    name, num_epochs = "random", 0
+
+    def __init__(self, workload: Workload) -> None:
+        from agilerl.testing import byte_tokenizer
+
+        self.workload, self.step_number, self.tokenizer = workload, 0, byte_tokenizer()
+        self.questions, self.answers = [""] * workload.prompts, [None] * workload.prompts
+        self.last_completions = [[""] * workload.group_size] * workload.prompts
+
+    def __len__(self) -> int:
+        return self.workload.prompts
+
+    def prompt_lengths(self) -> list[int]:
+        """See the protocol."""
+        return [self.workload.longest_prompt]
+
+    def upcoming(self, count: int) -> list[list[dict[str, torch.Tensor]]]:
+        """See the protocol."""
+        steps = range(self.step_number, self.step_number + count)
+        texts = [step_prompts(self.workload, step) for step in steps]
+        return [[self.tokenizer(text, return_tensors="pt") for text in some] for some in texts]
+
+    def reset(self) -> list[dict[str, torch.Tensor]]:
+        """See the protocol."""
+        return self.upcoming(1)[0]
+
+    def step(self, completion_ids: list[torch.Tensor]) -> tuple[Any, ...]:
+        """Reward the share of even tokens."""
+        import torch
+
+        rewards = [[reward(row.tolist()) for row in group] for group in completion_ids]
+        self.step_number += 1
+        return self.reset(), torch.tensor(rewards)
+
+    def state_dict(self) -> dict[str, int]:
+        """See the protocol."""
+        return {"position": self.step_number}
+
+
+def build_population(workload: Workload, size: int) -> Population:
+    """Agents on one base, which share their prompts."""
+    from agilerl.algorithms import GRPO
+    from agilerl.training.collectors import ReasoningCollector
+    from agilerl.training.population import Population
+
+    agents = GRPO.population(
+        size,
+        actor_network=build_model(workload),
+        pad_token_id=0,
+        pad_token="<pad>",
+        lora_config=lora_config(workload),
+        batch_size=workload.sequences,
+        micro_batch_size_per_gpu=workload.micro_batch_size,
+        group_size=workload.group_size,
+        beta=workload.beta,
+        lr=workload.lr,
+        max_grad_norm=workload.max_grad_norm,
+        max_output_tokens=workload.new_tokens,
+        min_output_tokens=workload.new_tokens,
+        max_model_len=workload.max_model_len,
+        temperature=workload.temperature,
+        top_p=workload.top_p,
+        top_k=workload.top_k,
+        gradient_checkpointing=False,
+    )
+    return Population(agents, [ReasoningCollector(RandomPrompts(workload))] * size)
+
+
+def collected(population: Population, mode: str) -> Iterable[Experience]:
+    """An experience of each member."""
+    from agilerl.training.rollouts import collect
+
+    if mode == "batched":
+        return collect(population.members)
+    return (member.collector.collect(member.agent) for member in population)
+
+
+def step(population: Population, mode: str) -> dict[str, float]:
+    """CPU seconds of the rollouts and of the updates of all members."""
+    start = time.process_time()
+    experiences = list(collected(population, mode))
+    middle = time.process_time()
+    for member, experience in zip(population, experiences, strict=True):
+        member.agent.learn(experience.experiences, **experience.learn_arguments)
+    return {"rollouts": middle - start, "updates": time.process_time() - middle}
+
+
+def measure_memory(workload: Workload, size: int, mode: str, threads: int) -> dict[str, int]:
+    """Bytes of model, agents and two steps over what the process had after its imports."""
+    import torch
+
+    import agilerl.algorithms
+    import agilerl.training.rollouts  # noqa: F401
+
+    torch.set_num_threads(threads)
+    peak = MemoryPeak()
+    population = build_population(workload, size)
+    for _ in range(2):
+        step(population, mode)
+    return peak.read()
+
+
+def measure_time(workload: Workload, size: int, steps: int, threads: int) -> dict[str, Any]:
+    """CPU seconds of every step after the first, by mode."""
+    import torch
+
+    torch.set_num_threads(threads)
+    population = build_population(workload, size)
+    seconds: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    for number in range(steps + 1):
+        for mode in MODES:
+            taken = step(population, mode)
+            if number:
+                seconds[mode].append(taken)
+    return seconds
+
+
+def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a fresh process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def run_workload(workload: Workload, sizes: Iterable[int], steps: int, threads: int) -> Any:
+    """All figures of a workload, by population size."""
+    by_size = {}
+    for size in sizes:
+        memory = {
+            mode: in_a_process(measure_memory, workload, size, mode, threads) for mode in MODES
+        }
+        seconds = in_a_process(measure_time, workload, size, steps, threads)
+        median = {
+            mode: {
+                stage: statistics.median(each[stage] for each in taken)
+                for stage in ("rollouts", "updates")
+            }
+            for mode, taken in seconds.items()
+        }
+        one, all_ = median["one by one"]["rollouts"], median["batched"]["rollouts"]
+        by_size[str(size)] = {
+            "memory_bytes": memory,
+            "median_cpu_seconds": median,
+            "rollouts_one_by_one_over_batched": one / all_,
+            "steps": seconds,
+        }
+        print(f"  {size} agents done", flush=True)
+    smallest = min(by_size, key=int)
+    for found in by_size.values():
+        found["memory_ratio_to_smallest"] = {
+            mode: found["memory_bytes"][mode]["added"]
+            / by_size[smallest]["memory_bytes"]["one by one"]["added"]
+            for mode in MODES
+        }
+    return {"settings": asdict(workload), "population": by_size}
+
+
+def print_summary(name: str, result: dict[str, Any]) -> None:
+    """Print the figures of a workload."""
+    for size, found in result["population"].items():
+        cpu = found["median_cpu_seconds"]
+        for mode in MODES:
+            added = found["memory_bytes"][mode]["added"] / 1e6
+            print(
+                f"{name}: {size} agents, {mode}: rollouts {cpu[mode]['rollouts']:.2f} s, updates "
+                f"{cpu[mode]['updates']:.2f} s, {added:.0f} MB "
+                f"({found['memory_ratio_to_smallest'][mode]:.2f} of one)"
+            )
+        print(
+            f"{name}: {size} agents: {found['rollouts_one_by_one_over_batched']:.2f} times as fast"
+        )
+
+
+def main() -> None:
+    """Run the workloads asked for, print and write their results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workload", choices=SHAPES, action="append", help="by default all")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="of the population")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each mode")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="where to write the JSON; nowhere by default")
+    given = parser.parse_args()
+    run_workloads(
+        given.workload or SHAPES,
+        lambda name: run_workload(SHAPES[name], given.sizes, given.steps, given.threads),
+        print_summary,
+        given.threads,
+        given.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
