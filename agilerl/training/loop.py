@@ -44,8 +44,8 @@ class Progress(Enum):
     RESUMED = auto()
     """At the checkpoint that the run was resumed from."""
     EVALUATED = auto()
-    """As RESUMED, and the evaluation that the checkpoint lacks has been made: saved beside that
-    checkpoint, as ``iteration_<number>_evaluated``."""
+    """As RESUMED, and the evaluation or generation that the checkpoint lacks has been made: saved
+    beside that checkpoint, as ``iteration_<number>_evaluated``."""
     TRAINED = auto()
     """At least one ``learn`` has been called."""
 
@@ -149,17 +149,19 @@ class TrainingLoop:
         set_random_streams(streams[self.ranks.rank % len(streams)])
 
     def _evaluate_first(self) -> None:
-        """Evaluate a new run before its first iteration; a resumed one if the stop postponed it."""
-        resumed = self.progress is Progress.RESUMED
-        if resumed and self._unevaluated is None:
-            return
-        rows = self._unevaluated or [self._row(member) for member in self.population]
-        self._evaluate(rows)
-        self._write_rows(rows)
-        self._unevaluated = None
-        if resumed:
-            if not self._at_bound():
-                self._evolve()
+        """Evaluate a new run before its first iteration; a resumed one if the stop postponed it.
+
+        A resumed one also makes the generation that was postponed with it, or that was not needed
+        as the run had reached its bound.
+        """
+        resumed, postponed = self.progress is Progress.RESUMED, self._unevaluated is not None
+        if postponed or not resumed:
+            rows = self._unevaluated or [self._row(member) for member in self.population]
+            self._evaluate(rows)
+            self._write_rows(rows)
+            self._unevaluated = None
+        evolved = resumed and not self._at_bound() and self._evolve()
+        if evolved or (resumed and postponed):
             self.progress = Progress.EVALUATED
 
     def _run_iteration(self, stop: GracefulStop) -> bool:
@@ -233,16 +235,20 @@ class TrainingLoop:
         every = self.options.evo_steps
         return every is not None and self.iteration % every == 0
 
-    def _evolve(self) -> None:
+    def _evolve(self) -> bool:
         """Make the next generation if it is time for one; the members have been evaluated."""
         selection, mutation = self.options.tournament, self.options.mutation
+        made = self.population.generations[-1:]
+        if made and made[0]["iteration"] == self.iteration:
+            return False  # before the checkpoint that the run was resumed from
         if selection is None or mutation is None or not self._evolution_is_due():
-            return
+            return False
         own = selection.rand_seed
         seed = self.population.seed if own is None else own
         next_generation(self.population, selection, mutation, self.iteration, seed)
         self.log.write_lineage(self.population.generations)
         self.log.show_generation(self.population.generations)
+        return True
 
     def _row(self, member: Member) -> Row:
         return {

@@ -45,14 +45,23 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
+SEARCH = HyperparameterConfig(
+    lr=RLParameter(1e-4, 1e-1, scale="log"),
+    clip_coef=RLParameter(0.05, 0.5),
+    group_size=RLParameter(2, 5, dtype=int),
+    temperature=RLParameter(0.5, 1.5),
+    beta=RLParameter(0.001, 0.1),
+    batch_size=RLParameter(2, 6, dtype=int),
+    micro_batch_size_per_gpu=RLParameter(1, 3, dtype=int),
+    update_epochs=RLParameter(1, 3, dtype=int),
+    max_grad_norm=RLParameter(0.01, 1.0),
+    adv_clip_range=RLParameter(0.5, 2.0),
+    vllm_importance_sampling_cap=RLParameter(1.0, 4.0),
+)
+
+
 def agents() -> list[GRPO]:
-    search = HyperparameterConfig(
-        lr=RLParameter(1e-4, 1e-1, scale="log"),
-        clip_coef=RLParameter(0.05, 0.5),
-        group_size=RLParameter(2, 5, dtype=int),
-        temperature=RLParameter(0.5, 1.5),
-    )
-    return make_agents(3, hp_config=search)
+    return make_agents(3, hp_config=SEARCH, adv_clip_range=1.0, micro_batch_size_per_gpu=2)
 
 
 def run(
@@ -60,8 +69,8 @@ def run(
 ) -> dict[str, Any]:
     pop = agents()
     given = {"evo_steps": 1, "keep_checkpoints": 9, **SCHEDULES[schedule](), **options}
-    steps = {"reasoning": 8, "multiturn": 60}[kind]
-    found = everything(path, RUNS[kind](path, hook=hook, pop=pop, max_steps=steps, **given))
+    given = {"max_steps": {"reasoning": 8, "multiturn": 60}[kind], **given}
+    found = everything(path, RUNS[kind](path, hook=hook, pop=pop, **given))
     found["lineage"] = (path / "lineage.json").read_text()
     for agent in pop:
         found[f"{agent.index} hyperparameters"] = agent.attributes(agent.hp_config or ())
@@ -90,6 +99,20 @@ def test_a_run_with_evolution_is_resumed_exactly(kind: str, schedule: str, tmp_p
             kind, path, schedule, resume_from=tmp_path / "whole" / name, elite_path=path / "elite"
         )
         assert set(differences(again, whole)) <= {"elite"}
+
+
+@pytest.mark.parametrize("kind", list(RUNS))
+def test_a_run_that_ended_is_made_longer_exactly(kind: str, tmp_path: Path) -> None:
+    """The generation that its end made unnecessary is made up for."""
+    first = {"reasoning": 4, "multiturn": 20}[kind]
+    seed_all()
+    whole = run(kind, tmp_path / "whole", "tournament")
+    seed_all()
+    shorter = run(kind, tmp_path / "run", "tournament", max_steps=first)
+    reseed()
+    again = run(kind, tmp_path / "run", "tournament", resume_from=tmp_path / "run")
+    assert differences(again, whole) == []
+    assert shorter["lineage"] != whole["lineage"]
 
 
 def test_a_stop_before_a_generation_leaves_it_to_the_resumed_run(tmp_path: Path) -> None:
@@ -125,15 +148,15 @@ def test_each_generation_is_printed_as_a_table(
     for number, generation in enumerate(generations, 1):
         title = f"Generation {number}, after iteration {generation['iteration']}"
         header, *lines = printed[printed.index(title) + 1 :][:4]
-        names = ["lr", "clip_coef", "group_size", "temperature"]
+        names = SEARCH.names()
         assert header.split() == ["agent", "fitness", "parent", *names, "mutation"]
         for line, member in zip(lines, generation["members"], strict=True):
-            agent, fitness, parent, *values = line.split(maxsplit=7)
+            agent, fitness, parent, *values = line.split(maxsplit=3 + len(names))
             assert (int(agent), int(parent)) == (member["agent"], member["parent"])
-            shown = [float(fitness), *map(float, values[:4])]
+            shown = [float(fitness), *map(float, values[: len(names)])]
             expected = [member["fitness"], *(member["hyperparameters"][name] for name in names)]
             assert shown == pytest.approx(expected, rel=1e-3)
-            assert values[4:] == ([member["mutation"]] if member["mutation"] else [])
+            assert values[len(names) :] == ([member["mutation"]] if member["mutation"] else [])
 
 
 def test_the_table_of_members_with_different_hyperparameters() -> None:
@@ -184,7 +207,7 @@ def test_members_share_one_base_and_leave_nothing_behind(tmp_path: Path) -> None
     base = pop[0].policy.base
     slots = len(base.peft.peft_config)
     RUNS["reasoning"](
-        tmp_path, pop=pop, max_steps=40, evo_steps=1, evaluation_interval=50,
+        tmp_path, pop=pop, max_steps=12, evo_steps=1, evaluation_interval=50,
         checkpoint_steps=None, save_elite=None, elite_path=None, **SCHEDULES["tournament"](),
     )  # fmt: skip
     assert len(base.peft.peft_config) == slots
