@@ -26,8 +26,10 @@ from training_runs import (
     Die,
     FullDisk,
     Pause,
+    evolution,
     nothing,
     reasoning,
+    result_of,
     seed_all,
     write_result,
 )
@@ -62,6 +64,7 @@ def exact(folder: Path) -> None:
         accelerator = create_llm_accelerator(cpu=True, **arguments)
         for name in RUNS:
             whole_and_in_parts(folder / f"{setting}_{name}", name, accelerator)
+        evolution_in_parts(folder / f"{setting}_evolution", accelerator)
         if setting == "ddp":
             on_a_full_disk(folder / "full_disk", accelerator)
         torch.save(learned(RANK, accelerator), folder / f"{setting}_sampler_{RANK}.pt")
@@ -77,6 +80,22 @@ def whole_and_in_parts(run: Path, name: str, accelerator: Any) -> None:
     train(parts, accelerator, iterations=2).clean_up()
     seed_all(77)
     write_result(parts, train(parts, accelerator))
+
+
+def evolution_in_parts(run: Path, accelerator: Any) -> None:
+    """The same of a population with evolution."""
+    whole, parts = run.with_name(f"{run.name}_whole"), run.with_name(f"{run.name}_parts")
+    seed_all(7)
+    of_whole = evolution(whole, accelerator)
+    write_result(whole, of_whole[0], second=result_of(of_whole[1]))
+    seed_all(7)
+    for agent in evolution(parts, accelerator, iterations=2):
+        agent.clean_up()
+    seed_all(77)
+    of_parts = evolution(parts, accelerator)
+    write_result(parts, of_parts[0], second=result_of(of_parts[1]))
+    for agent in (*of_whole, *of_parts):
+        agent.clean_up()
 
 
 def on_a_full_disk(run: Path, accelerator: Any) -> None:

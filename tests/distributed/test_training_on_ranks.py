@@ -172,6 +172,25 @@ def test_a_resumed_run_equals_the_uninterrupted_one(setting: str, name: str, exa
     assert elites[0].read_bytes() == elites[1].read_bytes()
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_evolution_is_the_same_on_all_ranks_and_resumed_exactly(setting: str, exact: Path) -> None:
+    whole, parts = (exact / f"{setting}_evolution_{how}" for how in ("whole", "parts"))
+    assert_same(whole, parts)
+    lineage = (whole / "lineage.json").read_text()
+    assert (parts / "lineage.json").read_text() == lineage
+    assert len(json.loads(lineage)["generations"]) == 3
+    for found in (lambda rank: result(whole, rank), lambda rank: result(whole, rank)["second"]):
+        assert found(0)["of_all"] == found(1)["of_all"]
+        assert found(0)["of_all"]["hyperparameters"]["batch_size"] % 2 == 0
+
+
+def test_one_process_prints_the_generations(exact: Path) -> None:
+    printed = (exact / "output").read_text()
+    # Under each setting, in the whole run and in two parts.
+    assert printed.count("Generation 1, after iteration 1\n") == 2 * len(SETTINGS)
+    assert printed.count("Generation 3, after iteration 3\n") == 2 * len(SETTINGS)
+
+
 def test_a_full_disk_costs_one_checkpoint_and_is_said_once(exact: Path) -> None:
     run = exact / "full_disk"
     whole = exact / "ddp_reasoning_whole"

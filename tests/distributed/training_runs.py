@@ -18,6 +18,8 @@ import torch
 from datasets import Dataset
 
 from agilerl.algorithms import GRPO
+from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
+from agilerl.hpo import Mutations, TournamentSelection
 from agilerl.llm_envs import ReasoningGym, TokenObservationWrapper
 from agilerl.testing import byte_tokenizer, tiny_model
 from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
@@ -102,21 +104,24 @@ def sums(count: int) -> Dataset:
     return Dataset.from_dict({"question": questions, "answer": [str(2 * i) for i in range(count)]})
 
 
+def settings() -> dict[str, Any]:
+    return {
+        "actor_network": tiny_model(hidden_size=32, layers=1),
+        "pad_token_id": TOKENIZER.pad_token_id,
+        "pad_token": TOKENIZER.pad_token,
+        "batch_size": 8,
+        "group_size": 4,
+        "max_output_tokens": 4,
+        "max_model_len": 160,
+        "lr": 1e-3,
+        "update_epochs": 2,
+        "gradient_checkpointing": False,
+    }
+
+
 def make_agent(accelerator: Any, hook: Hook) -> GRPO:
     """``hook`` is called with the number of the iteration, when its rollouts are there."""
-    agent = GRPO(
-        actor_network=tiny_model(hidden_size=32, layers=1),
-        pad_token_id=TOKENIZER.pad_token_id,
-        pad_token=TOKENIZER.pad_token,
-        batch_size=8,
-        group_size=4,
-        max_output_tokens=4,
-        max_model_len=160,
-        lr=1e-3,
-        update_epochs=2,
-        gradient_checkpointing=False,
-        accelerator=accelerator,
-    )
+    agent = GRPO(**settings(), accelerator=accelerator)
     learn = agent.learn
 
     def hooked(*arguments: Any, **options: Any) -> dict[str, float]:
@@ -127,10 +132,9 @@ def make_agent(accelerator: Any, hook: Hook) -> GRPO:
     return agent
 
 
-def reasoning(run: Path, accelerator: Any, iterations: int = 4, hook: Hook = nothing) -> GRPO:
+def reasoning_gym(accelerator: Any) -> ReasoningGym:
     """7 rows over two processes: batches of 4 and 3."""
-    agent = make_agent(accelerator, hook)
-    env = ReasoningGym(
+    return ReasoningGym(
         train_dataset=sums(7),
         test_dataset=sums(3),
         tokenizer=TOKENIZER,
@@ -140,10 +144,31 @@ def reasoning(run: Path, accelerator: Any, iterations: int = 4, hook: Hook = not
         reward_workers=1,  # so that the noise comes in the same order
         accelerator=accelerator,
     )
-    finetune_llm_reasoning(
-        [agent], env=env, max_steps=14 * iterations // 4, **_options(run, accelerator)
-    )
+
+
+def reasoning(run: Path, accelerator: Any, iterations: int = 4, hook: Hook = nothing) -> GRPO:
+    """Batches of 4 and 3."""
+    agent = make_agent(accelerator, hook)
+    steps, options = 14 * iterations // 4, _options(run, accelerator)
+    finetune_llm_reasoning([agent], reasoning_gym(accelerator), max_steps=steps, **options)
     return agent
+
+
+def evolution(run: Path, accelerator: Any, iterations: int = 4) -> list[GRPO]:
+    """Two agents in turn, batches of 4 for the first and 3 for the other; a generation each."""
+    search = HyperparameterConfig(
+        lr=RLParameter(1e-4, 1e-2, scale="log"), batch_size=RLParameter(4, 16, dtype=int)
+    )
+    agents = GRPO.population(2, **settings(), accelerator=accelerator, hp_config=search)
+    return finetune_llm_reasoning(
+        agents,
+        reasoning_gym(accelerator),
+        max_steps=4 * iterations - 3,
+        evo_steps=1,
+        tournament=TournamentSelection(2, elitism=True, population_size=2),
+        mutation=Mutations(0.2, 0, 0, 0, 0, 0.8),
+        **(_options(run, accelerator) | {"verbose": True}),
+    )
 
 
 def multi_turn(run: Path, accelerator: Any, iterations: int = 4, hook: Hook = nothing) -> GRPO:
@@ -187,20 +212,25 @@ def seed_all(number: int) -> None:
 
 def write_result(run: Path, agent: GRPO, **more: Any) -> None:
     """All that a resumed run must repeat bit for bit, to ``<run>_<rank>.json``; collective."""
+    result = {**result_of(agent), **more}
+    run.with_name(f"{run.name}_{RANK}.json").write_text(json.dumps(result))
+
+
+def result_of(agent: GRPO) -> dict[str, Any]:
+    """What must be the same of an agent, on all ranks and on this one; collective."""
     streams = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     roles = {role: agent.policy.parameters(role) for role in agent.policy.roles}
-    result = {
+    return {
         "of_all": {
             "weights": _digest(roles),
             "optimizer": _digest(agent.engine.state_dict()),
+            "hyperparameters": agent.attributes(agent.hp_config or ()),
             "fitness": agent.fitness,
             "scores": agent.scores,
             "steps": agent.steps,
         },
         "own": {"generator": _digest(agent.rng.get_state()), "streams": _digest(streams)},
-        **more,
     }
-    run.with_name(f"{run.name}_{RANK}.json").write_text(json.dumps(result))
 
 
 def _digest(value: Any) -> str:
