@@ -11,7 +11,7 @@ from interpreters import python
 from resume_helpers import After, files_up_to, make_agents, rows_of, run_reasoning, state_of
 
 from agilerl.training.experience import Sample
-from agilerl.training.logs.files import CompletionsFile, MetricsCsv
+from agilerl.training.logs.files import CompletionsFile, LineageFile, MetricsCsv
 from agilerl.training.logs.resumed_files import take_over_logs
 from agilerl.training.logs.sinks import TensorBoardSink
 
@@ -117,6 +117,22 @@ def test_all_samples_wait_for_room_and_only_written_ones_count(tmp_path: Path) -
     assert completions.lines == 30
     found = [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
     assert found == list(range(30))
+
+
+def test_a_lineage_waits_for_room_and_stays_whole_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "lineage.json"
+    lineage = LineageFile(path)
+    generations = [{"iteration": number, "members": []} for number in range(50)]
+    lineage.write(generations[:1])
+    with files_up_to(path.stat().st_size + 100):
+        with pytest.raises(OSError, match="too large"):
+            lineage.write(generations)
+        with pytest.raises(OSError, match="too large"):
+            lineage.sync()
+        assert json.loads(path.read_text()) == {"generations": generations[:1]}
+    lineage.sync()
+    assert json.loads(path.read_text()) == {"generations": generations}
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

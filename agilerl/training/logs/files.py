@@ -1,4 +1,4 @@
-"""The two files that a run appends to, ``metrics.csv`` and ``completions.jsonl``."""
+"""The files that a run writes while it goes; see :class:`agilerl.training.logs.run_log.RunLog`."""
 
 from __future__ import annotations
 
@@ -199,17 +199,35 @@ class CompletionsFile(_LineLog[str]):
 class LineageFile:
     """``lineage.json``: who descends from whom, what was mutated, and every fitness.
 
+    What cannot be written waits, and is written with the next generation or by :meth:`sync`.
+
     Args:
         path: The file, which is written anew with every generation.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._waiting = ""
 
     def write(self, generations: Sequence[Mapping[str, Any]]) -> None:
-        """Write all generations so far."""
-        text = json.dumps({"generations": generations}, indent=2, ensure_ascii=False)
-        replace_file(self.path, lambda file: file.write(text + "\n"))
+        """Write all generations so far.
+
+        Raises:
+            OSError: If that is not possible now.
+        """
+        lineage = {"generations": generations}
+        self._waiting = json.dumps(lineage, indent=2, ensure_ascii=False) + "\n"
+        self.sync()
+
+    def sync(self) -> None:
+        """Write what waits.
+
+        Raises:
+            OSError: If that is not possible now.
+        """
+        if self._waiting:
+            replace_file(self.path, lambda file: file.write(self._waiting))
+            self._waiting = ""
 
 
 def replace_file(path: Path, write: Callable[[TextIO], Any]) -> None:

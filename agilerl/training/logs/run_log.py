@@ -124,8 +124,8 @@ class RunLog:
 
     def sync(self) -> None:
         """Flush the files to disk, before a checkpoint that counts their lines."""
-        self._try(self._metrics, self._metrics.sync)
-        self._try(self._completions, self._completions.sync)
+        for file in (self._metrics, self._completions, self._lineage):
+            self._try(file, file.sync)
 
     def state_dict(self) -> dict[str, Any]:
         """How much has been written, and the W&B run; JSON-compatible."""
@@ -143,6 +143,7 @@ class RunLog:
         """Close all; ``failed`` marks the W&B run as crashed."""
         self._bar.close()
         self._try(self._completions, self._completions.close)
+        self._try(self._lineage, self._lineage.sync)
         self._try(self._metrics, self._metrics.close)
         for tracker in self._trackers:
             self._try(tracker, tracker.close, failed)
