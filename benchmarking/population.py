@@ -33,10 +33,9 @@ MODES = ("batched", "one by one")
 SHAPES = {
     workload.name: workload
     for workload in (
-        replace(WORKLOADS["vocab32k"], name="vocab32k, 2 x 4", prompts=2, group_size=4),
+        replace(WORKLOADS["tiny"], name="tiny, 4 x 4", prompts=4, group_size=4),
         replace(WORKLOADS["vocab32k"], name="vocab32k, 4 x 4", prompts=4, group_size=4),
         replace(WORKLOADS["vocab32k"], name="vocab32k, 8 x 8"),
-        replace(WORKLOADS["tiny"], name="tiny, 4 x 4", prompts=4, group_size=4),
     )
 }
 """By prompts x completions of each agent's step."""
@@ -122,14 +121,19 @@ def collected(population: Population, mode: str) -> Iterable[Experience]:
     return (member.collector.collect(member.agent) for member in population)
 
 
-def step(population: Population, mode: str) -> dict[str, float]:
-    """CPU seconds of the rollouts and of the updates of all members."""
+def roll_out(population: Population, mode: str) -> tuple[list[Experience], float]:
+    """The experiences and the CPU seconds they took."""
     start = time.process_time()
     experiences = list(collected(population, mode))
-    middle = time.process_time()
+    return experiences, time.process_time() - start
+
+
+def update(population: Population, experiences: list[Experience]) -> float:
+    """CPU seconds of the updates of all members."""
+    start = time.process_time()
     for member, experience in zip(population, experiences, strict=True):
         member.agent.learn(experience.experiences, **experience.learn_arguments)
-    return {"rollouts": middle - start, "updates": time.process_time() - middle}
+    return time.process_time() - start
 
 
 def measure_memory(workload: Workload, size: int, mode: str, threads: int) -> dict[str, int]:
@@ -143,22 +147,24 @@ def measure_memory(workload: Workload, size: int, mode: str, threads: int) -> di
     peak = MemoryPeak()
     population = build_population(workload, size)
     for _ in range(2):
-        step(population, mode)
+        update(population, roll_out(population, mode)[0])
     return peak.read()
 
 
-def measure_time(workload: Workload, size: int, steps: int, threads: int) -> dict[str, Any]:
-    """CPU seconds of every step after the first, by mode."""
+def measure_time(workload: Workload, size: int, steps: int, threads: int) -> dict[str, list[float]]:
+    """CPU seconds of each stage of every step but the first."""
     import torch
 
     torch.set_num_threads(threads)
     population = build_population(workload, size)
-    seconds: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    seconds: dict[str, list[float]] = {stage: [] for stage in (*MODES, "updates")}
     for number in range(steps + 1):
+        taken = {}
         for mode in MODES:
-            taken = step(population, mode)
-            if number:
-                seconds[mode].append(taken)
+            experiences, taken[mode] = roll_out(population, mode)
+        taken["updates"] = update(population, experiences)
+        for stage in seconds if number else ():
+            seconds[stage].append(taken[stage])
     return seconds
 
 
@@ -176,19 +182,12 @@ def run_workload(workload: Workload, sizes: Iterable[int], steps: int, threads: 
             mode: in_a_process(measure_memory, workload, size, mode, threads) for mode in MODES
         }
         seconds = in_a_process(measure_time, workload, size, steps, threads)
-        median = {
-            mode: {
-                stage: statistics.median(each[stage] for each in taken)
-                for stage in ("rollouts", "updates")
-            }
-            for mode, taken in seconds.items()
-        }
-        one, all_ = median["one by one"]["rollouts"], median["batched"]["rollouts"]
+        median = {stage: statistics.median(taken) for stage, taken in seconds.items()}
         by_size[str(size)] = {
             "memory_bytes": memory,
             "median_cpu_seconds": median,
-            "rollouts_one_by_one_over_batched": one / all_,
-            "steps": seconds,
+            "rollouts_one_by_one_over_batched": median["one by one"] / median["batched"],
+            "cpu_seconds": seconds,
         }
         print(f"  {size} agents done", flush=True)
     smallest = min(by_size, key=int)
@@ -204,17 +203,15 @@ def run_workload(workload: Workload, sizes: Iterable[int], steps: int, threads: 
 def print_summary(name: str, result: dict[str, Any]) -> None:
     """Print the figures of a workload."""
     for size, found in result["population"].items():
-        cpu = found["median_cpu_seconds"]
+        cpu, memory = found["median_cpu_seconds"], found["memory_bytes"]
+        ratios = found["memory_ratio_to_smallest"]
         for mode in MODES:
-            added = found["memory_bytes"][mode]["added"] / 1e6
             print(
-                f"{name}: {size} agents, {mode}: rollouts {cpu[mode]['rollouts']:.2f} s, updates "
-                f"{cpu[mode]['updates']:.2f} s, {added:.0f} MB "
-                f"({found['memory_ratio_to_smallest'][mode]:.2f} of one)"
+                f"{name}: {size} agents, {mode}: rollouts {cpu[mode]:.2f} CPU s, "
+                f"{memory[mode]['added'] / 1e6:.0f} MB ({ratios[mode]:.2f} of the smallest)"
             )
-        print(
-            f"{name}: {size} agents: {found['rollouts_one_by_one_over_batched']:.2f} times as fast"
-        )
+        faster = found["rollouts_one_by_one_over_batched"]
+        print(f"{name}: {size} agents: {faster:.2f} times as fast; updates {cpu['updates']:.2f} s")
 
 
 def main() -> None:
@@ -224,7 +221,7 @@ def main() -> None:
     )
     parser.add_argument("--workload", choices=SHAPES, action="append", help="by default all")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="of the population")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of each mode")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="where to write the JSON; nowhere by default")
     given = parser.parse_args()
