@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -39,10 +40,10 @@ def collect(members: Sequence[Member]) -> Iterator[Experience]:
     groups = _joint_groups(members)
     if groups:
         rollouts = _begin(members)
-        together = [part for group in groups for part in _that_fit(group, rollouts)]
-        for part in together:
+        parts = [part for group in groups for part in _that_fit(group, rollouts) if len(part) > 1]
+        for part in parts:
             _roll_out_together([(agent, rollouts[id(member)]) for member, agent in part])
-        acted = {id(member) for part in together for member, _ in part}
+        acted = {id(member) for part in parts for member, _ in part}
         for member in members:
             if id(member) in rollouts and id(member) not in acted:
                 roll_out(member.agent, rollouts[id(member)])
@@ -92,18 +93,19 @@ def _begin(members: Sequence[Member]) -> dict[int, Rollout]:
 
 
 def _that_fit(group: _Group, rollouts: Mapping[int, Rollout]) -> Iterator[_Group]:
-    """The group in parts of two or more whose completions may be generated at a time."""
+    """The group in parts whose completions may be generated at a time."""
     part: _Group = []
-    total = 0
+    rows, max_rows = 0, math.inf
     for member, agent in group:
         rollout, limits = rollouts[id(member)], _limits(agent)
         assert limits is not None
-        rows = len(rollout.prompts) * (1 if rollout.several_turns else agent.group_size)
-        if part and limits.max_rows is not None and total + rows > limits.max_rows:
+        own_rows = len(rollout.prompts) * (1 if rollout.several_turns else agent.group_size)
+        own_max = math.inf if limits.max_rows is None else limits.max_rows
+        if part and rows + own_rows > min(max_rows, own_max):
             yield part
-            part, total = [], 0
+            part, rows, max_rows = [], 0, math.inf
         part.append((member, agent))
-        total += rows
+        rows, max_rows = rows + own_rows, min(max_rows, own_max)
     yield part
 
 

@@ -133,6 +133,10 @@ def test_no_more_rows_at_a_time_than_one_agent_may_have(pop: list[GRPO], calls: 
         agent.hf_generate_chunk_size = 4  # two agents' prompts
     rollouts(pop, gyms(4), iterations=1)
     assert calls == [2, 2]
+    calls.clear()
+    pop[0].hf_generate_chunk_size = 2  # its own
+    rollouts(pop, gyms(4), iterations=1)
+    assert calls == [2, 1, 1]
 
 
 def test_an_environment_that_cannot_look_ahead(pop: list[GRPO], calls: list[int]) -> None:
