@@ -197,6 +197,7 @@ def test_limits() -> None:
     one, two = policies_on(model, 2)
     (larger,) = policies_on(model, 1, r=8)
     (dora,) = policies_on(model, 1, use_dora=True)
+    (with_head,) = policies_on(model, 1, target_modules=["q_proj", "lm_head"])
     elsewhere = policy_of(tiny_model())
     sampling = sampling_of()
 
@@ -208,6 +209,7 @@ def test_limits() -> None:
     others = [key(larger), key(elsewhere), key(one, replace(sampling, temperature=0.5))]
     assert len({key(one), *others}) == 4
     assert key(dora) is None
+    assert key(with_head) is None
     # As many rows as one policy would hold.
     rows = [
         HFGenerator(one).joint_limits(s, 4) for s in (sampling, replace(sampling, chunk_size=3))

@@ -144,8 +144,9 @@ def mixing_key(policy: Policy) -> Hashable | None:
     """Policies of a base whose keys are equal may run in one batch; None: this one cannot.
 
     What they must have in common are the names and shapes of their adapters' parameters. An adapter
-    cannot be mixed if it does more than add a low-rank branch to linear layers, or if a layer that
-    it targets is not given all rows: that is probed once per base and set of shapes.
+    cannot be mixed if it does more than add a low-rank branch to linear layers, if it targets the
+    head, or if a layer that it targets is not given all rows: that is probed once per base and set
+    of shapes.
     """
     shapes = tuple((name, p.shape) for name, p in policy.parameters(policy.role).items())
     known = _mixable.setdefault(policy.base, {})
@@ -159,13 +160,14 @@ def mixing_key(policy: Policy) -> Hashable | None:
 
 def _is_plain_lora(policy: Policy) -> bool:
     """Whether each of an adapter's parameters belongs to a low-rank branch of a linear layer."""
-    slot = policy.slot(policy.role)
+    slot, head = policy.slot(policy.role), policy.base.model.get_output_embeddings()
     for module in policy.model.modules():
         if isinstance(module, ModulesToSaveWrapper) and slot in module.modules_to_save:
             return False
         if not isinstance(module, BaseTunerLayer) or slot not in adapters_of(module):
             continue
-        plain = type(module) is Linear and slot in module.lora_A
+        # The head is read by what makes logits of hidden states, not run as a layer.
+        plain = type(module) is Linear and slot in module.lora_A and module is not head
         if not plain or slot in module.lora_variant or module.lora_bias[slot]:
             return False
     return True
