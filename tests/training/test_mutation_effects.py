@@ -14,7 +14,8 @@ from resume_helpers import RUNS, make_agents, seed_all
 
 from agilerl.algorithms import GRPO
 from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
-from agilerl.hpo import Mutations, TournamentSelection
+from agilerl.hpo import Mutations
+from agilerl.hpo.selection import Selection
 from agilerl.llm.generation.hf import HFGenerator
 
 SETTINGS: dict[str, Any] = {
@@ -25,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "batch_size": 3,
     "update_epochs": 2,
 }
-STEPS = {"reasoning": 4, "multiturn": 10}
+STEPS = {"reasoning": 3, "multiturn": 10}
 """Of two iterations."""
 CAPPED = "importance_weight_capped"
 
@@ -36,6 +37,13 @@ def sampler_is_another() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HFGenerator, "differs_from_trainer", True)
         yield
+
+
+class EachStays(Selection):
+    """Each member keeps its agent."""
+
+    def parents(self, scores: Any, rng: Any) -> list[int]:
+        return list(range(len(scores)))
 
 
 @dataclass
@@ -87,21 +95,24 @@ def observed(agent: GRPO) -> list[Learned]:
 
 
 def run(kind: str, path: Path, mutated: dict[str, float], **arguments: Any) -> list[Learned]:
-    """Two iterations; what is mutated between them is moved to the only value in its limits."""
+    """Two iterations of an agent; what is mutated moves to the only value in its limits.
+
+    Beside one that is not mutated, which it shares calls of the generator with.
+    """
     seed_all()
-    (agent,) = make_agents(1, **(SETTINGS | arguments))
+    agent, other = make_agents(2, **(SETTINGS | arguments))
     found = observed(agent)
     agent.hp_config = HyperparameterConfig(
         **{name: RLParameter(v, v, dtype=type(v)) for name, v in mutated.items()}
     )
     RUNS[kind](
-        path, pop=[agent], max_steps=STEPS[kind], evo_steps=1, checkpoint_steps=None,
+        path, pop=[agent, other], max_steps=STEPS[kind], evo_steps=1, checkpoint_steps=None,
         save_elite=None, elite_path=None,
-        tournament=TournamentSelection(1, elitism=True, population_size=1),
+        tournament=EachStays(2, 1, None),
         mutation=Mutations(0, 0, 0, 0, 0, 1),
     )  # fmt: skip
     assert (agent.mut or "").split(" ")[0] == "".join(mutated)
-    agent.clean_up()
+    agent.clean_up(), other.clean_up()
     assert len(found) == 2
     return found
 
