@@ -131,7 +131,7 @@ CASES: dict[str, tuple[float, Callable[[Learned, Learned], bool]]] = {
     "batch_size": (1, lambda new, old: len(new.norms) == 3 * len(old.norms)),
     "micro_batch_size_per_gpu": (1, lambda new, old: new.forwards > old.forwards),
     "update_epochs": (1, lambda new, old: 2 * len(new.norms) == len(old.norms)),
-    "temperature": (1e-3, lambda new, old: new["entropy"] < 0.1 < old["entropy"]),
+    "temperature": (0.1, lambda new, old: new["entropy"] < 0.5 * old["entropy"]),
     "max_grad_norm": (1e-5, lambda new, old: max(new.norms) < 1.01e-5 < 1e-3 < max(old.norms)),
     "adv_clip_range": (
         0.01,
