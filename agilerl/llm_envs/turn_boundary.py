@@ -10,6 +10,7 @@ With ChatML, a first observation ``Guess.``, the answer ``5`` and the next obser
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-# Stands for an answer when only the text after it is needed.
-_MARK = "ANSWER-7f3a"
 
 
 class TurnBoundary:
@@ -116,8 +114,10 @@ class TurnBoundary:
             "model saw and sampled are kept as they are.",
             per=str(self.tokenizer.chat_template),
         )
-        # Without the system prompt, which some templates would put here again at every turn.
-        _, found, after = self._render(_MARK, observation, system=False).rpartition(_MARK)
+        # Stands for the answer; without the system prompt, which some templates would put here
+        # again at every turn.
+        mark = _absent_from(self._first_observation + observation)
+        _, found, after = self._render(mark, observation, system=False).rpartition(mark)
         require(
             bool(found),
             "the tokenizer's chat template leaves answers out of a conversation; use another "
@@ -154,6 +154,11 @@ class TurnBoundary:
             return ids
         anchored = self._tokenize(anchor + text)
         return anchored[1:] if anchored[0] == self.tokenizer.eos_token_id else ids
+
+
+def _absent_from(text: str) -> str:
+    """A word that a text does not hold."""
+    return next(word for n in itertools.count() if (word := f"ANSWER-{n}-END") not in text)
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agilerl.checks import InstanceOf, missing_members, require
-from agilerl.training.protocols import DistributedEnv, SingleTurnEnv
+from agilerl.training.protocols import DistributedEnv, SingleTurnEnv, TokenizingEnv
 
 if TYPE_CHECKING:
     from agilerl.distributed import Ranks
@@ -20,8 +20,8 @@ def single_turn_environments(
     """One environment per agent: the shared ``env`` repeated, or one from each call of ``env_fn``.
 
     Raises:
-        ValueError: If both or neither are given, if one was built without the accelerator, or if a
-            prompt is too long for an agent.
+        ValueError: If both or neither are given, if one was built without the accelerator, if a
+            prompt is too long for an agent, or if they pad with different tokens.
         TypeError: If ``env_fn`` cannot be called or an environment lacks what the loop needs.
     """
     given = "neither was" if env is None else "both were"
@@ -50,6 +50,7 @@ def single_turn_environments(
         )
         _check_processes(made, ranks)
         _check_prompts_fit(made, agent)
+        check_padding(made, agent)
     return environments
 
 
@@ -77,6 +78,23 @@ def _check_prompts_fit(env: SingleTurnEnv, agent: Agent) -> None:
     )
 
 
+def check_padding(env: Any, agent: Agent) -> None:
+    """Refuse a padding that the environment would take for text.
+
+    Raises:
+        ValueError: If agent and environment pad with different tokens.
+    """
+    if missing_members(env, TokenizingEnv):
+        return
+    own, other = env.tokenizer.pad_token_id, agent.sampling_config().pad_token_id
+    require(
+        own == other,
+        f"agent {agent.index} has pad_token_id={other}, but the environment's tokenizer has "
+        f"{own}, so that rewards would see padding as text: pass "
+        "pad_token_id=tokenizer.pad_token_id of the same tokenizer to the agent.",
+    )
+
+
 class EnvironmentFactory:
     """Makes multi-turn environments that fit the agents.
 
@@ -90,7 +108,7 @@ class EnvironmentFactory:
 
     Raises:
         TypeError: If ``env_factory`` or ``env_config`` is of the wrong kind.
-        ValueError: If an environment does not fit the agents' contexts.
+        ValueError: If an environment does not fit the agents' contexts or padding.
     """
 
     def __init__(
@@ -127,6 +145,8 @@ class EnvironmentFactory:
     def _make(self, **config: Any) -> MultiTurnEnv:
         made = self._factory(**config)
         fit_context(made, self._agents)
+        for agent in self._agents:
+            check_padding(made, agent)
         return made
 
 

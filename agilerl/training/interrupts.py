@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -18,6 +19,8 @@ class GracefulStop:
 
     The handlers that were installed before come back on exit. Outside the main thread, where Python
     allows no handlers, and for signals that the process ignores (``nohup``-style), nothing changes.
+    Processes forked within it, such as a ``multiprocessing.Pool`` of a reward function, get the
+    earlier handlers back at once, so that they can be terminated.
     """
 
     def __init__(self) -> None:
@@ -32,6 +35,7 @@ class GracefulStop:
                 # None: a handler that C code installed; it could not be put back.
                 if previous is not None and previous is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
+        _active.add(self)
         return self
 
     def __exit__(
@@ -40,8 +44,14 @@ class GracefulStop:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.restore_handlers()
+
+    def restore_handlers(self) -> None:
+        """Bring back the handlers that were installed before."""
+        _active.discard(self)
         for number, previous in self._previous.items():
             signal.signal(number, previous)
+        self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before, name = self.requested, signal.Signals(number).name
@@ -58,6 +68,17 @@ class GracefulStop:
                 f"\n{name}: finishing this iteration, then saving. "
                 "Press Ctrl-C again to stop at once without saving.\n".encode(),
             )
+
+
+_active: weakref.WeakSet[GracefulStop] = weakref.WeakSet()
+
+
+def _restore_handlers_in_child() -> None:
+    for stop in list(_active):
+        stop.restore_handlers()
+
+
+os.register_at_fork(after_in_child=_restore_handlers_in_child)
 
 
 def strongest(requested: Iterable[str | None]) -> str | None:

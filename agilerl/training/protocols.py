@@ -134,6 +134,13 @@ class FingerprintedEnv(SingleTurnEnv, Protocol):
     def fingerprint(self) -> str: ...
 
 
+class TokenizingEnv(Protocol):
+    """One that shows the tokenizer whose padding it takes off completions."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
 class LookaheadEnv(SingleTurnEnv, Protocol):
     """An environment that knows its next batches before the present one is scored."""
 

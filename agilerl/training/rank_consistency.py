@@ -42,10 +42,19 @@ def training_ranks(accelerator: Any, agents: Sequence[Agent]) -> Ranks:
 
     Raises:
         TypeError: If it is no accelerator.
-        ValueError: If agents and training function have different accelerators.
+        ValueError: If agents and training function have different accelerators; if a launcher
+            started several processes, and there is no accelerator.
     """
     check_accelerator("accelerator", accelerator)
     expected = accelerator or agents[0].accelerator
+    launched = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    require(
+        expected is not None or launched == 1,
+        f"accelerator is None, but this is one of {launched} processes (WORLD_SIZE), each of which "
+        "would train a copy of its own: make one with agilerl.utils.llm_utils."
+        "create_llm_accelerator() and pass it to the agents, the environment and the training "
+        "function, or start a single process.",
+    )
     require(
         all(agent.accelerator is expected for agent in agents),
         "accelerator is not the one that the agents were built with: pass the same object to the "

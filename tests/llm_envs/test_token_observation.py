@@ -198,6 +198,17 @@ def test_a_template_that_rewrites_earlier_turns(
     assert tokenizer.decode(ids[0]).count("Be brief.") == (system_prompt is not None)
 
 
+def test_an_observation_that_holds_the_word_that_stands_for_an_answer() -> None:
+    tokenizer = chat_tokenizer("reasoning")
+    texts = []
+    for word in ("ANSWER-0-END", "something"):
+        env = TokenObservationWrapper(Script("Hi", f"was: {word}", "and"), tokenizer, 4)
+        prompt, _ = env.reset()
+        prompt, *_ = env.step(answer(prompt, "<think>long</think>A", tokenizer))
+        texts.append(tokenizer.decode(prompt["input_ids"][0]).replace(word, "WORD"))
+    assert texts[0] == texts[1]
+
+
 def test_prefix_and_suffix_of_the_info_surround_the_observation() -> None:
     env = TokenObservationWrapper(
         Script("Hi", "more", info={"prefix": "<", "suffix": ">"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,26 @@ def test_bad_input(
     with pytest.raises(error, match=message):
         call(**options)
     assert not list(tmp_path.iterdir())
+
+
+def test_several_launched_processes_without_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"one of 2 processes .*create_llm_accelerator\(\)"):
+        call()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    call()
+
+
+def test_an_agent_that_pads_with_another_token_than_the_environment() -> None:
+    class Gym(FakeGym):
+        tokenizer = SimpleNamespace(pad_token_id=5)
+
+    with pytest.raises(ValueError, match=r"agent 0 has pad_token_id=0, .* tokenizer has 5"):
+        call(env=Gym())
 
 
 @pytest.mark.parametrize(

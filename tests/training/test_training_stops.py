@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -181,6 +182,19 @@ def test_an_ignored_signal_stays_ignored() -> None:
             assert stop.requested is None
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_forked_child_can_be_terminated() -> None:
+    with GracefulStop() as stop:
+        pool = multiprocessing.get_context("fork").Pool(1)
+        (child,) = pool._pool  # type: ignore[attr-defined]
+        assert pool.apply(signal.getsignal, (signal.SIGTERM,)) is signal.SIG_DFL
+        pool.terminate()
+        child.join(TIME_LIMIT)
+        assert child.exitcode == -signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)  # here it is still only asked for
+        time.sleep(0.01)
+        assert stop.requested == "SIGTERM"
 
 
 WAITING_RUN = """
