@@ -184,12 +184,21 @@ def test_an_ignored_signal_stays_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.process
 def test_a_forked_child_can_be_terminated() -> None:
+    """As those of a ``multiprocessing.Pool`` in a reward function are."""
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+
+    def work() -> None:
+        ready.set()
+        time.sleep(TIME_LIMIT)
+
     with GracefulStop() as stop:
-        pool = multiprocessing.get_context("fork").Pool(1)
-        (child,) = pool._pool  # type: ignore[attr-defined]
-        assert pool.apply(signal.getsignal, (signal.SIGTERM,)) is signal.SIG_DFL
-        pool.terminate()
+        child = context.Process(target=work)
+        child.start()
+        assert ready.wait(TIME_LIMIT)
+        child.terminate()
         child.join(TIME_LIMIT)
         assert child.exitcode == -signal.SIGTERM
         os.kill(os.getpid(), signal.SIGTERM)  # here it is still only asked for
