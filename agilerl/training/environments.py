@@ -21,7 +21,7 @@ def single_turn_environments(
 
     Raises:
         ValueError: If both or neither are given, if one was built without the accelerator, if a
-            prompt is too long for an agent, or if they pad with different tokens.
+            prompt is too long for an agent, or if it would take an agent's padding for text.
         TypeError: If ``env_fn`` cannot be called or an environment lacks what the loop needs.
     """
     given = "neither was" if env is None else "both were"
@@ -50,7 +50,7 @@ def single_turn_environments(
         )
         _check_processes(made, ranks)
         _check_prompts_fit(made, agent)
-        check_padding(made, agent)
+        _check_padding(made, agent)
     return environments
 
 
@@ -78,19 +78,15 @@ def _check_prompts_fit(env: SingleTurnEnv, agent: Agent) -> None:
     )
 
 
-def check_padding(env: Any, agent: Agent) -> None:
-    """Refuse a padding that the environment would take for text.
-
-    Raises:
-        ValueError: If agent and environment pad with different tokens.
-    """
+def _check_padding(env: Any, agent: Agent) -> None:
+    """Refuse a padding that rewards would see as text; special tokens they do not see."""
     if missing_members(env, TokenizingEnv):
         return
-    own, other = env.tokenizer.pad_token_id, agent.sampling_config().pad_token_id
+    tokenizer, pad = env.tokenizer, agent.sampling_config().pad_token_id
     require(
-        own == other,
-        f"agent {agent.index} has pad_token_id={other}, but the environment's tokenizer has "
-        f"{own}, so that rewards would see padding as text: pass "
+        pad == tokenizer.pad_token_id or pad in tokenizer.all_special_ids,
+        f"agent {agent.index} has pad_token_id={pad}, but the environment's tokenizer has "
+        f"{tokenizer.pad_token_id}, so that rewards would see padding as text: pass "
         "pad_token_id=tokenizer.pad_token_id of the same tokenizer to the agent.",
     )
 
@@ -108,7 +104,7 @@ class EnvironmentFactory:
 
     Raises:
         TypeError: If ``env_factory`` or ``env_config`` is of the wrong kind.
-        ValueError: If an environment does not fit the agents' contexts or padding.
+        ValueError: If an environment does not fit the agents' contexts.
     """
 
     def __init__(
@@ -145,8 +141,6 @@ class EnvironmentFactory:
     def _make(self, **config: Any) -> MultiTurnEnv:
         made = self._factory(**config)
         fit_context(made, self._agents)
-        for agent in self._agents:
-            check_padding(made, agent)
         return made
 
 

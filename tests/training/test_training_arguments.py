@@ -83,12 +83,14 @@ def test_several_launched_processes_without_an_accelerator(
     call()
 
 
-def test_an_agent_that_pads_with_another_token_than_the_environment() -> None:
+def test_an_agent_whose_padding_the_environment_takes_for_text() -> None:
     class Gym(FakeGym):
-        tokenizer = SimpleNamespace(pad_token_id=5)
+        tokenizer = SimpleNamespace(pad_token_id=5, all_special_ids=[5, 6])
 
     with pytest.raises(ValueError, match=r"agent 0 has pad_token_id=0, .* tokenizer has 5"):
         call(env=Gym())
+    Gym.tokenizer.all_special_ids.append(0)
+    call(env=Gym())
 
 
 @pytest.mark.parametrize(

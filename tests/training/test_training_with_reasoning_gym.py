@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from peft import PeftModel
 from training_fakes import FakeAgent
 
 from agilerl.algorithms import CISPO, GRPO, GSPO
+from agilerl.llm.config import SamplingConfig
 from agilerl.llm_envs import ReasoningGym
 from agilerl.testing import byte_tokenizer, tiny_model
 from agilerl.training.train_llm import finetune_llm_reasoning
@@ -25,6 +27,9 @@ TOKENIZER = byte_tokenizer()
 
 class WritingAgent(FakeAgent):
     """Writes ``yes`` and ``no`` to every prompt in training, ``yes`` in evaluation."""
+
+    def sampling_config(self, training: bool = True) -> SamplingConfig:
+        return replace(super().sampling_config(training), pad_token_id=TOKENIZER.pad_token_id)
 
     def get_action(self, obs: list[dict[str, Any]], training: bool = True) -> ActionResult:
         ids, masks = [], []
