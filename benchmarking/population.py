@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 SIZES = (1, 2, 4, 8)
 MODES = ("batched", "one by one")
 SHAPES = {
-    workload.name: workload
-    for workload in (
-        replace(WORKLOADS["tiny"], name="tiny, 4 x 4", prompts=4, group_size=4),
-        replace(WORKLOADS["vocab32k"], name="vocab32k, 4 x 4", prompts=4, group_size=4),
-        replace(WORKLOADS["vocab32k"], name="vocab32k, 8 x 8"),
+    f"{name}, {prompts} x {group}": replace(
+        WORKLOADS[name], name=name, prompts=prompts, group_size=group, new_tokens=32
     )
+    for name, prompts, group in (("tiny", 4, 4), ("vocab32k", 4, 4), ("vocab32k", 8, 8))
 }
 """By prompts x completions of each agent's step."""
 
