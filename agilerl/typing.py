@@ -45,6 +45,8 @@ class ActionResult:
     token, the sampled end-of-sequence token included."""
     sampling_logps: list[torch.Tensor | None] | None = None
     """Log-probs the sampler reported, one 1-D tensor per row (generated tokens only), or None."""
+    finish_reasons: list[list[str]] | None = None
+    """Per prompt and row: ``"stop"`` (end of sequence, or a stop sequence) or ``"length"``."""
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
         return iter((self.completion_ids, self.action_masks))

@@ -1,17 +1,17 @@
 """Environments that hand out prompts and score completions.
 
-* :class:`ReasoningGym`: one answer per question, from a dataset and a reward function.
+* :class:`ReasoningGym`: one answer per question, from a dataset and reward functions.
 * :class:`TokenObservationWrapper`: a text environment over several turns, as token ids.
 * :class:`SyncMultiTurnVecEnv`: many of these at a time, in threads; returns :class:`Episodes`.
 * :class:`ToolEnv`: a text environment in which questions are answered with tools.
-* :class:`RewardPool`: runs a reward function, sync or async, concurrently and with a timeout.
+* :class:`RewardPool`: runs reward functions, sync or async, concurrently and with a timeout.
 """
 
 from __future__ import annotations
 
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.reasoning import ReasoningGym
-from agilerl.llm_envs.rewards import RewardError, RewardFunction, RewardPool
+from agilerl.llm_envs.rewards import RewardError, RewardFunction, RewardFunctions, RewardPool
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
 from agilerl.llm_envs.tools import ToolEnv
 from agilerl.llm_envs.vector import (
@@ -27,6 +27,7 @@ __all__ = [
     "ReasoningGym",
     "RewardError",
     "RewardFunction",
+    "RewardFunctions",
     "RewardPool",
     "SyncMultiTurnVecEnv",
     "TokenObservationWrapper",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ class PromptBatch:
     questions: list[str]
     answers: list[Any]
     prompts: list[ReasoningPrompts]
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    """Further columns, by name."""
 
 
 class PromptDataset:
@@ -39,21 +41,29 @@ class PromptDataset:
 
     Args:
         name: What messages call the split: ``train_dataset`` or ``test_dataset``.
-        dataset: Has the columns ``question`` (strings) and ``answer`` (anything).
+        dataset: Has passed :func:`check_dataset`; ``question`` holds strings, ``answer`` anything.
         encoder: Makes the prompts.
         max_context_length: Tokens a prompt may have, template included; None keeps every row.
+        columns: Further columns that batches shall have.
 
     Raises:
-        TypeError: Not a ``datasets.Dataset``, or a question that is not a string.
-        ValueError: A missing column, no rows, or no row whose prompt fits.
+        TypeError: A question that is not a string.
+        ValueError: No row whose prompt fits.
     """
 
     def __init__(
-        self, name: str, dataset: Dataset, encoder: PromptEncoder, max_context_length: int | None
+        self,
+        name: str,
+        dataset: Dataset,
+        encoder: PromptEncoder,
+        max_context_length: int | None,
+        columns: Sequence[str] = (),
     ) -> None:
         self._encoder = encoder
         self._lengths: list[int] | None = None
         self.questions, self.answers = _read_columns(name, dataset)
+        # Read when needed: columns may be large.
+        self._columns = dataset.select_columns(list(columns)) if columns else None
         if max_context_length is not None:
             self._drop_long_prompts(name, max_context_length)
 
@@ -64,7 +74,8 @@ class PromptDataset:
         """The given rows with their prompts."""
         questions = [self.questions[row] for row in rows]
         answers = [self.answers[row] for row in rows]
-        return PromptBatch(questions, answers, self._encoder.encode(questions))
+        columns = {} if self._columns is None else dict(self._columns[list(rows)])
+        return PromptBatch(questions, answers, self._encoder.encode(questions), columns)
 
     def lengths(self) -> list[int]:
         """Tokens of each row's prompt, template included; counted at the first call."""
@@ -74,14 +85,15 @@ class PromptDataset:
         return self._lengths
 
     def fingerprint(self) -> str:
-        """A digest of questions, answers and what makes prompts of them.
+        """A digest of questions, answers, further columns and what makes prompts of them.
 
         The templates are used instead of rendered prompts, as some templates print the date.
         """
         tokenizer = self._encoder.tokenizer
         chat_template = tokenizer.chat_template if has_chat_template(tokenizer) else None
         templates = (self._encoder.conversation_template, chat_template)
-        return fingerprint([templates, *zip(self.questions, self.answers, strict=True)])
+        columns = () if self._columns is None else self._columns
+        return fingerprint([templates, *zip(self.questions, self.answers, strict=True), *columns])
 
     def _drop_long_prompts(self, name: str, max_context_length: int) -> None:
         lengths = self.lengths()
@@ -101,6 +113,8 @@ class PromptDataset:
         self.questions = [self.questions[row] for row in kept]
         self.answers = [self.answers[row] for row in kept]
         self._lengths = [lengths[row] for row in kept]
+        if self._columns is not None:
+            self._columns = self._columns.select(kept)
 
 
 class TrainingBatchSampler:
@@ -220,8 +234,17 @@ def _as_json(value: Any) -> Any:
     return type(value).__name__  # its repr may contain a memory address
 
 
-def _read_columns(name: str, dataset: Any) -> tuple[list[str], list[Any]]:
-    """The question and the answer column as lists."""
+def check_dataset(name: str, dataset: Any) -> None:
+    """Check that a split can be used.
+
+    Args:
+        name: What messages call it: ``train_dataset`` or ``test_dataset``.
+        dataset: What the user passed.
+
+    Raises:
+        TypeError: Not a ``datasets.Dataset``.
+        ValueError: A missing column, or no rows.
+    """
     from datasets import Dataset
 
     require(
@@ -239,6 +262,10 @@ def _read_columns(name: str, dataset: Any) -> tuple[list[str], list[Any]]:
         f"{name} has no column {' and no column '.join(missing)}, only {columns}; rename yours "
         "with dataset.rename_column(old, new)",
     )
+
+
+def _read_columns(name: str, dataset: Dataset) -> tuple[list[str], list[Any]]:
+    """The question and the answer column as lists."""
     questions, answers = (list(dataset[column]) for column in _COLUMNS)
     for row, question in enumerate(questions):
         if not isinstance(question, str):

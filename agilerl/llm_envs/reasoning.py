@@ -1,4 +1,4 @@
-"""The single-turn environment: dataset questions as prompts, completions scored by a function."""
+"""The single-turn environment: dataset questions as prompts, completions scored by functions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agilerl.checks import COUNT, OPTIONAL_COUNT, Number, require
+from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, Number, require
 from agilerl.llm.prompts import Conversation, PromptEncoder
 from agilerl.llm_envs.completion_checks import check_completions
-from agilerl.llm_envs.dataset import PromptBatch, PromptDataset, TrainingBatchSampler
-from agilerl.llm_envs.rewards import RewardFunction, RewardPool
+from agilerl.llm_envs.dataset import (
+    PromptBatch,
+    PromptDataset,
+    TrainingBatchSampler,
+    check_dataset,
+)
+from agilerl.llm_envs.rewards import RewardFunctions, RewardPool
+from agilerl.llm_envs.rewards.columns import OFFERED, CompletionReader, dataset_columns
+from agilerl.llm_envs.rewards.scorer import score_groups
 from agilerl.typing import Act, Evaluation, ReasoningPrompts
 
 if TYPE_CHECKING:
@@ -36,12 +43,17 @@ class ReasoningGym:
 
     Args:
         train_dataset: Rows with the columns ``question`` (str) and ``answer`` (passed to
-            ``reward_fn`` unchanged; never part of a prompt).
+            ``reward_fn`` unchanged; never part of a prompt), and others that rewards ask for.
         test_dataset: The held-out rows, same columns.
         tokenizer: The model's tokenizer. Without a chat template the contents of the conversation
             are concatenated.
-        reward_fn: ``reward_fn(completion, answer, question)``, plain or async, returns one finite
-            number. Called by position, in several threads at a time.
+        reward_fn: A function, a list of functions or a dict by name, plain or async, called in
+            several threads at a time. Each gets what its parameters name: ``completion``, columns
+            of both datasets, ``completion_ids`` (list of int), ``finish_reason`` (``"stop"`` or
+            ``"length"``), ``info`` (that column, or a dict of the other columns). One whose
+            parameters name none of them gets completion, answer and question by position. It
+            returns one finite number; in a list or dict None where it does not apply to a row. See
+            :mod:`agilerl.rewards` for functions that get lists, and for some to use.
         conversation_template: Messages ``{"role": ..., "content": ...}``; ``{question}`` in them
             is replaced, other braces stay. If the last message is the assistant's, it is continued.
         data_batch_size_per_gpu: Prompts per training batch and process.
@@ -50,14 +62,18 @@ class ReasoningGym:
         return_raw_completions: Whether ``step`` returns the texts of the completions too.
         max_context_length: Rows whose prompt has more tokens are dropped; None keeps all.
         seed: Seed of the training order, 0 or more.
-        reward_timeout: Seconds that one call of ``reward_fn`` may take.
+        reward_timeout: Seconds that one call of a reward function may take.
         failure_reward: Reward of a completion whose call raises or runs out of time; None raises
             ``RewardError`` with the completion shown.
         reward_workers: Largest number of ``reward_fn`` calls at the same time.
         eval_batch_size: Prompts per test batch; None: 64 or, if more, ``data_batch_size_per_gpu``.
+        reward_weights: Factors of several rewards, whose weighted sum is the reward: a list in the
+            order of the functions, or a dict by name. Those left out have 1.
+        skip_special_tokens: False keeps special tokens in the texts that rewards and samples show,
+            except padding and an end-of-sequence token at the end.
 
     Raises:
-        TypeError: An argument of the wrong type.
+        TypeError: An argument of the wrong type; a reward whose parameter names nothing.
         ValueError: A missing column, no rows (or none that fits), a size below 1, a template
             without ``{question}``, a tokenizer without a pad token.
     """
@@ -67,7 +83,7 @@ class ReasoningGym:
         train_dataset: Dataset,
         test_dataset: Dataset,
         tokenizer: PreTrainedTokenizerBase,
-        reward_fn: RewardFunction,
+        reward_fn: RewardFunctions,
         conversation_template: Conversation,
         data_batch_size_per_gpu: int = 8,
         accelerator: Accelerator | None = None,
@@ -79,6 +95,8 @@ class ReasoningGym:
         failure_reward: float | None = None,
         reward_workers: int = 16,
         eval_batch_size: int | None = None,
+        reward_weights: Sequence[float] | Mapping[str, float] | None = None,
+        skip_special_tokens: bool = True,
     ) -> None:
         COUNT("data_batch_size_per_gpu", data_batch_size_per_gpu)
         OPTIONAL_COUNT("eval_batch_size", eval_batch_size)
@@ -86,7 +104,16 @@ class ReasoningGym:
         Number(0, integer=True)("seed", seed)
         self.data_batch_size_per_gpu = data_batch_size_per_gpu
         self.eval_batch_size = eval_batch_size or max(_LEAST_EVAL_BATCH, data_batch_size_per_gpu)
-        self._rewards = RewardPool(reward_fn, reward_timeout, failure_reward, reward_workers)
+        FLAG("skip_special_tokens", skip_special_tokens)
+        check_dataset("train_dataset", train_dataset)
+        check_dataset("test_dataset", test_dataset)
+        # A function that asks for a column gets it in evaluation too.
+        common = [c for c in train_dataset.column_names if c in test_dataset.column_names]
+        self._rewards = RewardPool(
+            *(reward_fn, reward_timeout, failure_reward, reward_workers),
+            reward_weights=reward_weights,
+            columns=[*OFFERED, *common],
+        )
         encoder = PromptEncoder(tokenizer, conversation_template)
         require(
             tokenizer.pad_token_id is not None,
@@ -94,8 +121,10 @@ class ReasoningGym:
             "tokenizer.pad_token = tokenizer.eos_token",
         )
         self.tokenizer = tokenizer
-        self._train = PromptDataset("train_dataset", train_dataset, encoder, max_context_length)
-        self._test = PromptDataset("test_dataset", test_dataset, encoder, max_context_length)
+        self._reader = CompletionReader(tokenizer, skip_special_tokens)
+        shared = encoder, max_context_length, dataset_columns(self._rewards.columns, common)
+        self._train = PromptDataset("train_dataset", train_dataset, *shared)
+        self._test = PromptDataset("test_dataset", test_dataset, *shared)
         rank, processes = _rank_and_processes(accelerator)
         self.num_processes = processes
         """Processes that share the rows."""
@@ -114,6 +143,9 @@ class ReasoningGym:
         """Texts that the last ``step`` scored, ``[P][G]``; its questions and answers beside it."""
         self.last_questions: list[str] = []
         self.last_answers: list[Any] = []
+        self.last_rewards: dict[str, torch.Tensor] = {}
+        """Each of several rewards of the last ``step``, without its weight: ``(P, G)`` float32, NaN
+        where it does not apply."""
 
     def __len__(self) -> int:
         """Training rows of all processes, without those dropped as too long."""
@@ -174,11 +206,17 @@ class ReasoningGym:
         """
         return [list(self._train.batch(rows).prompts) for rows in self._sampler.upcoming(count)]
 
-    def step(self, completion_ids: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    def step(
+        self,
+        completion_ids: Sequence[torch.Tensor],
+        finish_reasons: Sequence[Sequence[str]] | None = None,
+    ) -> tuple[Any, ...]:
         """Score the completions of the batch handed out last.
 
         Args:
             completion_ids: Per prompt a ``(G, T)`` long tensor: prompt, completion, right padding.
+            finish_reasons: Per prompt G times ``"stop"`` or ``"length"``, as ``get_action`` returns
+                them. None: told from the ids, which do not show stop sequences.
 
         Returns:
             The next prompts (``[]`` after the last test batch) and the rewards, ``(P, G)`` float32
@@ -187,7 +225,8 @@ class ReasoningGym:
         Raises:
             RuntimeError: No batch is waiting: ``reset`` comes first.
             TypeError: Not a list of integer tensors; ``reward_fn`` returned no number.
-            ValueError: Completions that do not belong to this batch; a reward that is not finite.
+            ValueError: Completions that do not belong to this batch; a reward that is not finite; a
+                row to which no reward applies.
             RewardError: A reward call raised or ran out of time, and no ``failure_reward`` is set.
         """
         batch = self._current
@@ -199,26 +238,18 @@ class ReasoningGym:
             len(sizes) == 1,
             f"completion_ids have groups of sizes {sorted(sizes)}; use one size G",
         )
-        group = sizes.pop()
+        scored = score_groups(self._rewards, self._reader, batch, completion_ids, finish_reasons)
         self.last_questions, self.last_answers = list(batch.questions), list(batch.answers)
-        self.last_completions = [
-            self._decode(ids, prompt["input_ids"].shape[1])
-            for ids, prompt in zip(completion_ids, batch.prompts, strict=True)
-        ]
-        scores = self._rewards.score(
-            [text for texts in self.last_completions for text in texts],
-            [answer for answer in batch.answers for _ in range(group)],
-            [question for question in batch.questions for _ in range(group)],
-        )
-        rewards = torch.tensor(scores, dtype=torch.float32).reshape(-1, group)
+        self.last_completions = scored.texts
+        self.last_rewards = scored.named_rewards
         if self._test_offset is None:
             self._sampler.advance()
         else:
             self._test_offset += self.eval_batch_size
         prompts = self._hand_out()
         if self.return_raw_completions:
-            return prompts, rewards, self.last_completions
-        return prompts, rewards
+            return prompts, scored.rewards, self.last_completions
+        return prompts, scored.rewards
 
     def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
         """Answer every test row (of this process's share) once, ``loop`` times over.
@@ -240,7 +271,9 @@ class ReasoningGym:
             for _ in range(loop):
                 prompts = self.reset()
                 while prompts:
-                    prompts, scored = self.step(act(prompts).completion_ids)[:2]
+                    result = act(prompts)
+                    reasons = result.finish_reasons
+                    prompts, scored = self.step(result.completion_ids, reasons)[:2]
                     rewards.append(scored.flatten())
                     group = scored.shape[1]
                     questions += [q for q in self.last_questions for _ in range(group)]
@@ -292,15 +325,6 @@ class ReasoningGym:
             rows = self._test_rows[self._test_offset : end]
             self._current = self._test.batch(rows) if rows else None
         return [] if self._current is None else list(self._current.prompts)
-
-    def _decode(self, completion_ids: torch.Tensor, prompt_length: int) -> list[str]:
-        """Texts of the completions in ``(G, T)``, without prompt, padding and special tokens."""
-        pad = self.tokenizer.pad_token_id
-        rows = completion_ids[:, prompt_length:].tolist()
-        for row in rows:
-            while row and row[-1] == pad:
-                row.pop()
-        return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
 
 def _rank_and_processes(accelerator: Accelerator | None) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,13 @@ from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training.experience import Experience, Sample
-from agilerl.training.protocols import Agent, FingerprintedEnv, LookaheadEnv, SingleTurnEnv
+from agilerl.training.protocols import (
+    Agent,
+    FingerprintedEnv,
+    LookaheadEnv,
+    SeveralRewardsEnv,
+    SingleTurnEnv,
+)
 from agilerl.training.rollouts import roll_out
 
 if TYPE_CHECKING:
@@ -41,6 +48,8 @@ class ReasoningCollector:
         self.env = env
         self._prompts = env.reset()
         self._data = _data_digest(env)
+        self._takes_reasons = "finish_reasons" in inspect.signature(env.step).parameters
+        self._several_rewards = not missing_members(env, SeveralRewardsEnv)
 
     @property
     def num_epochs(self) -> int:
@@ -77,11 +86,16 @@ class ReasoningCollector:
         # Read before the step, which moves both on to the next batch.
         questions, answers = list(self.env.questions), list(self.env.answers)
         started = time.perf_counter()
-        outcome = self.env.step(result.completion_ids)
+        reasons = {"finish_reasons": result.finish_reasons} if self._takes_reasons else {}
+        outcome = self.env.step(result.completion_ids, **reasons)
         seconds = time.perf_counter() - started
         # An environment built with return_raw_completions returns a third element.
         self._prompts, rewards = outcome[0], outcome[1]
         rewards = torch.as_tensor(rewards, dtype=torch.float32)
+        named: dict[str, torch.Tensor] = {}
+        if self._several_rewards:
+            named = dict(cast(SeveralRewardsEnv, self.env).last_rewards)
+        completions = self.env.last_completions
         return Experience(
             experiences=(result.completion_ids, result.action_masks, rewards),
             rewards=rewards.detach().cpu(),
@@ -90,7 +104,8 @@ class ReasoningCollector:
             generation_seconds=generation_seconds,
             environment_seconds=seconds,
             learn_arguments={"sampling_logps": result.sampling_logps},
-            samples=_first_of_each_group(questions, answers, self.env.last_completions, rewards),
+            named_rewards=named,
+            samples=_first_of_each_group(questions, answers, completions, rewards, named),
         )
 
     def evaluate(self, agent: Agent) -> np.ndarray:
@@ -277,11 +292,24 @@ def _first_episodes(episodes: Episodes, group_size: int) -> list[Sample]:
 
 
 def _first_of_each_group(
-    questions: list[str], answers: list[Any], completions: list[list[str]], rewards: torch.Tensor
+    questions: Sequence[str],
+    answers: Sequence[Any],
+    completions: Sequence[Sequence[str]],
+    rewards: torch.Tensor,
+    named_rewards: Mapping[str, torch.Tensor],
 ) -> list[Sample]:
     """The first completion of the first groups: batches are shuffled, so nothing is hand-picked."""
-    groups = zip(questions, answers, completions, rewards.tolist(), strict=True)
     return [
-        Sample(question=question, completion=group[0], answer=answer, reward=group_rewards[0])
-        for question, answer, group, group_rewards in list(groups)[:SAMPLES_PER_ITERATION]
+        Sample(
+            question=questions[i],
+            completion=completions[i][0],
+            answer=answers[i],
+            reward=float(rewards[i, 0]),
+            rewards={name: _or_none(each[i, 0]) for name, each in named_rewards.items()},
+        )
+        for i in range(min(SAMPLES_PER_ITERATION, len(questions)))
     ]
+
+
+def _or_none(reward: torch.Tensor) -> float | None:
+    return None if reward.isnan() else float(reward)

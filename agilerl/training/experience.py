@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ class Sample:
     completion: str
     answer: Any
     reward: float
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """Each of several rewards, None where it does not apply."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Experience:
     """Further keyword arguments of ``learn``."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Further columns of ``metrics.csv``."""
+    named_rewards: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Each of several rewards, ``(P, G)`` float32 as ``rewards``; NaN where it does not apply."""
     samples: list[Sample] = field(default_factory=list)
     """A few completions to read."""
 
@@ -81,6 +86,10 @@ def gather_statistics(experience: Experience, ranks: Ranks) -> Experience:
         generation_seconds=max(each.generation_seconds for each in all_ranks),
         environment_seconds=max(each.environment_seconds for each in all_ranks),
         metrics=metrics,
+        named_rewards={
+            name: torch.cat([each.named_rewards[name] for each in all_ranks])
+            for name in experience.named_rewards
+        },
     )
 
 
@@ -97,6 +106,20 @@ def reward_statistics(rewards: torch.Tensor, accuracy_threshold: float) -> dict[
         "reward_std": float(rewards.std(correction=0)),
         "accuracy": accuracy(rewards, accuracy_threshold),
     }
+
+
+def named_reward_statistics(named_rewards: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Mean and population standard deviation of each reward, over the rows that it applies to.
+
+    A reward that applies to no row has none.
+    """
+    statistics = {}
+    for name, rewards in named_rewards.items():
+        numbers = rewards[~rewards.isnan()]
+        if len(numbers):
+            statistics[f"rewards/{name}/mean"] = float(numbers.mean())
+            statistics[f"rewards/{name}/std"] = float(numbers.std(correction=0))
+    return statistics
 
 
 def time_statistics(experience: Experience, learning_seconds: float) -> dict[str, float]:

@@ -19,6 +19,7 @@ from agilerl.training.experience import (
     accuracy,
     gather_statistics,
     has_reward_variance,
+    named_reward_statistics,
     reward_statistics,
     time_statistics,
 )
@@ -209,6 +210,7 @@ class TrainingLoop:
         return {
             **self._row(member),
             **reward_statistics(experience.rewards, self.options.accuracy_threshold),
+            **named_reward_statistics(experience.named_rewards),
             **time_statistics(experience, learning_seconds),
             **experience.metrics,
             **{name: float(value) for name, value in metrics.items()},

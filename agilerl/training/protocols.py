@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np
+    import torch
 
     from agilerl.llm.config import SamplingConfig
     from agilerl.llm.generation import Completions, GenerationRequest, Generator
@@ -145,6 +146,13 @@ class LookaheadEnv(SingleTurnEnv, Protocol):
     """An environment that knows its next batches before the present one is scored."""
 
     def upcoming(self, count: int) -> Sequence[Any]: ...
+
+
+class SeveralRewardsEnv(SingleTurnEnv, Protocol):
+    """An environment that says what its rewards are made of."""
+
+    @property
+    def last_rewards(self) -> Mapping[str, torch.Tensor]: ...
 
 
 class DistributedEnv(SingleTurnEnv, Protocol):

@@ -137,13 +137,15 @@ def test_the_sampled_end_of_sequence_is_an_action(pad_is_eos: bool) -> None:
     ends = set(model.generation_config.eos_token_id)
     start = 5
     ended = 0
-    (ids,), (mask,) = agent.get_action(prompts("hello"))
-    for row, actions in zip(ids.tolist(), mask.tolist(), strict=True):
+    action = agent.get_action(prompts("hello"))
+    (ids,), (mask,), (reasons,) = (*action, action.finish_reasons or [])
+    for row, actions, reason in zip(ids.tolist(), mask.tolist(), reasons, strict=True):
         generated = [i + 1 for i, action in enumerate(actions) if action]
         assert generated == list(range(start, start + len(generated)))
         stops = [i for i in generated if row[i] in ends]
         assert stops in ([], generated[-1:]), "nothing is an action after the end"
         assert len(generated) == 6 or stops
+        assert reason == ("stop" if stops else "length")
         assert all(token == pad for token in row[generated[-1] + 1 :])
         ended += bool(stops)
     assert ended > 8

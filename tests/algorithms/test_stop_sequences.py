@@ -74,6 +74,22 @@ def test_every_generated_token_is_an_action_and_trained(bundled: dict[str, Any])
     assert metrics["completion_length"] == tokens / 12
 
 
+def test_rewards_know_that_a_stop_sequence_ended_a_completion(bundled: dict[str, Any]) -> None:
+    """Its own is the longest of its group, so that the ids alone look cut off."""
+    seen: list[tuple[str, str]] = []
+
+    def reward(completion: str, finish_reason: str) -> float:
+        seen.append((completion, finish_reason))
+        return 0.0
+
+    env = ReasoningGym(DATA, DATA, TOKENIZER, reward, SPELL_BACKWARD_CONVERSATION, 3)
+    make_agent(**bundled, stop_sequences=["w"]).test(env)
+    assert sorted(seen) == [("dew", "stop"), ("lorryp", "stop"), ("nw", "stop")]
+    seen.clear()
+    make_agent(**(bundled | {"max_output_tokens": 4})).test(env)
+    assert sorted(seen) == [("dewa", "length"), ("lorr", "length"), ("nwab", "length")]
+
+
 class Repeat:
     """Asks the same word again and again."""
 

@@ -22,6 +22,10 @@ PATHS = {
         "HyperparameterConfig", "RLParameter", "NetworkGroup", "OptimizerConfig",
     ],
     "agilerl.llm_envs": ["ReasoningGym", "TokenObservationWrapper", "SyncMultiTurnVecEnv"],
+    "agilerl.rewards": [
+        "batched_reward", "boxed_answer", "exact_match", "extract_boxed", "format_matches",
+        "soft_overlong_penalty",
+    ],
     "agilerl.training.train_llm": ["finetune_llm_reasoning", "finetune_llm_multiturn"],
     "agilerl.utils.utils": ["save_llm_checkpoint", "create_population"],
     "agilerl.utils.algo_utils": ["CosineLRScheduleConfig"],

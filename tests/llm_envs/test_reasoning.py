@@ -504,7 +504,9 @@ def test_the_fingerprint_is_of_questions_answers_and_templates(make_env: MakeEnv
         ),
         ({"tokenizer": None}, TypeError, "tokenizer is of type NoneType"),
         ({"reward_fn": 1.0}, TypeError, "reward_fn is 1.0; pass a function"),
-        ({"reward_fn": lambda completion, answer: 0.0}, TypeError, "three arguments"),
+        ({"reward_fn": lambda text, truth: 0.0}, TypeError, "three arguments"),
+        ({"reward_weights": [1.0]}, TypeError, "reward_fn is not a list or a dict"),
+        ({"skip_special_tokens": None}, TypeError, "skip_special_tokens is None"),
         ({"conversation_template": []}, ValueError, "has no {question}"),
         ({"conversation_template": "{question}"}, TypeError, "list of messages"),
         (
@@ -584,3 +586,10 @@ def test_the_contracts_signature() -> None:
         "seed": 42,
     }
     assert {name: p.default for name, p in list(parameters.items())[:10]} == contract
+    ours = {
+        "reward_timeout": 60.0, "failure_reward": None, "reward_workers": 16,
+        "eval_batch_size": None, "reward_weights": None, "skip_special_tokens": True,
+    }  # fmt: skip
+    rest = dict(list(parameters.items())[10:])
+    assert {name: parameter.default for name, parameter in rest.items()} == ours
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in rest.values())

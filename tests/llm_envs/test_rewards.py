@@ -361,7 +361,7 @@ def test_the_interpreter_exits_while_rewards_hang() -> None:
     ("kwargs", "error", "match"),
     [
         ({"reward_fn": None}, TypeError, "reward_fn is None; pass a function"),
-        ({"reward_fn": lambda completion: 1.0}, TypeError, "three arguments"),
+        ({"reward_fn": lambda text: 1.0}, TypeError, "three arguments"),
         ({"reward_timeout": 0}, ValueError, "reward_timeout is 0"),
         ({"reward_timeout": math.inf}, ValueError, "reward_timeout is inf"),
         ({"reward_timeout": None}, TypeError, "reward_timeout is None"),

@@ -9,7 +9,7 @@ import torch
 
 from agilerl.checks import require
 from agilerl.llm.batch import stack_rows
-from agilerl.llm.generation import Completions
+from agilerl.llm.generation import Completions, GenerationRequest, new_token_limit
 from agilerl.typing import ActionResult, ReasoningPrompts
 
 
@@ -51,11 +51,12 @@ def _unpadded(index: int, prompt: Any) -> torch.Tensor:
 
 
 def action_result(
-    prompts: Sequence[torch.Tensor], completions: Completions, samples: int, pad_token_id: int
+    request: GenerationRequest, completions: Completions, pad_token_id: int
 ) -> ActionResult:
-    """Put completions behind their prompts, ``samples`` rows per prompt."""
-    ids, masks = [], []
-    for i, prompt in enumerate(prompts):
+    """Put completions behind their prompts, ``samples_per_prompt`` rows per prompt."""
+    ids, masks, reasons = [], [], []
+    samples, sampling = request.samples_per_prompt, request.sampling
+    for i, prompt in enumerate(request.prompts):
         group = completions.token_ids[i * samples : (i + 1) * samples]
         rows = [torch.cat([prompt, completion]) for completion in group]
         ids.append(stack_rows(rows, pad_token_id))
@@ -63,7 +64,15 @@ def action_result(
         # From lengths, not from ids: the sampled end-of-sequence token may be the padding's id.
         ends = torch.tensor([len(row) - 1 for row in rows])
         masks.append((position >= len(prompt) - 1) & (position < ends[:, None]))
+        limit = new_token_limit(prompt, sampling)
+        reasons.append([_finish_reason(each, limit, sampling.eos_token_ids) for each in group])
     logps: list[torch.Tensor | None] | None = (
         None if completions.logps is None else list(completions.logps)
     )
-    return ActionResult(ids, masks, logps)
+    return ActionResult(ids, masks, logps, reasons)
+
+
+def _finish_reason(completion: torch.Tensor, limit: int, eos_token_ids: Sequence[int]) -> str:
+    """Why a 1-D completion ended: a stop sequence that the very last token completes is missed."""
+    cut_off = len(completion) == limit and int(completion[-1]) not in eos_token_ids
+    return "length" if cut_off else "stop"

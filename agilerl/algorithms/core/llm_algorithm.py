@@ -79,8 +79,7 @@ class LLMAlgorithm(LoRAAgent):
 
     def action_result(self, request: GenerationRequest, completions: Completions) -> ActionResult:
         """What :meth:`get_action` returns, from what its generator did."""
-        samples = request.samples_per_prompt
-        return action_result(request.prompts, completions, samples, self.pad_token_id)
+        return action_result(request, completions, self.pad_token_id)
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:

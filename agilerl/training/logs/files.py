@@ -189,6 +189,8 @@ class CompletionsFile(_LineLog[str]):
                 "answer": sample.answer,
                 "reward": sample.reward,
             }
+            if sample.rewards:
+                record["rewards"] = sample.rewards
             self._waiting.append(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         self._write_waiting()
 
