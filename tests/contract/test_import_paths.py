@@ -23,8 +23,8 @@ PATHS = {
     ],
     "agilerl.llm_envs": ["ReasoningGym", "TokenObservationWrapper", "SyncMultiTurnVecEnv"],
     "agilerl.rewards": [
-        "batched_reward", "boxed_answer", "exact_match", "extract_boxed", "format_matches",
-        "soft_overlong_penalty",
+        "CodeExecutionReward", "RewardModel", "batched_reward", "boxed_answer", "exact_match",
+        "extract_boxed", "format_matches", "soft_overlong_penalty",
     ],
     "agilerl.training.train_llm": ["finetune_llm_reasoning", "finetune_llm_multiturn"],
     "agilerl.utils.utils": ["save_llm_checkpoint", "create_population"],

@@ -15,12 +15,14 @@ import agilerl.rewards
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 
 
+@pytest.mark.process
 def test_code_and_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", PAGE, flags=re.DOTALL)
-    assert sum(bool(shown) for _, shown in blocks) >= 3
+    block = r"^(````?)python\n(.*?)^\1$(?:\n\n```text\n(.*?)^```$)?"
+    blocks = re.findall(block, PAGE, flags=re.DOTALL | re.MULTILINE)
+    assert sum(bool(shown) for _, _, shown in blocks) == 5
     names: dict[str, Any] = {"__name__": "page"}
-    for code, shown in blocks:
+    for _, code, shown in blocks:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(code, "rewards.md", "exec"), names)

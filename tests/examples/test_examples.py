@@ -80,6 +80,19 @@ def test_basic(
     assert (tmp_path / "runs" / "basic_checkpoint" / "actor").is_dir()
 
 
+@pytest.mark.slow
+def test_reward_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--iterations", "2", "--output", "run")
+    run_here(EXAMPLES / "reward_list.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch)
+    output = capsys.readouterr().out
+    for name in ("right", "letters", "length", "lower_case", "overlong"):
+        assert re.search(rf"^{name} +\d\.\d+ +-?[01]\.\d\d +-?[01]\.\d\d$", output, re.MULTILINE)
+    sample = json.loads((tmp_path / "run" / "completions.jsonl").read_text().splitlines()[0])
+    assert sample["rewards"]["letters"] >= sample["rewards"]["right"]
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder in which the demonstration ran as a program, and what it printed."""
