@@ -151,6 +151,25 @@ class EpisodeBatch:
         """Their prompts."""
         return [episode.prompt for episode in self.episodes if episode.prompt is not None]
 
+    def check_groups(self, size: int) -> None:
+        """Check that all episodes of a group begin with the same prompt.
+
+        Advantages compare an episode with the others of its group, so these must have one task.
+
+        Raises:
+            ValueError: Naming two that differ.
+        """
+        for i, episode in enumerate(self.episodes):
+            first = self.episodes[i - i % size]
+            if episode.prompt is None or first.prompt is None:  # it failed
+                continue
+            require(
+                torch.equal(episode.prompt["input_ids"], first.prompt["input_ids"]),
+                f"episodes {i - i % size} and {i} are of one group, with the seed {episode.seed}, "
+                "but begin with different prompts: reset(seed) of the environment must choose its "
+                "task by the seed alone, for example with random.Random(seed)",
+            )
+
     def failed(self) -> list[int]:
         """Indices of the episodes that failed."""
         return [i for i, episode in enumerate(self.episodes) if episode.failed]

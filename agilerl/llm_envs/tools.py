@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 
 from agilerl.checks import COUNT, InstanceOf, Number, finite_number, require, shorten, warn_once
 from agilerl.llm_envs.rewards import RewardFunction, RewardPool
+from agilerl.llm_envs.seeds import EVALUATION_SEED_START
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
-from agilerl.llm_envs.vector import EVALUATION_SEED_START
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,11 @@ from agilerl.llm_envs.completion_checks import checked_answers
 from agilerl.llm_envs.environment_pool import EnvironmentPool
 from agilerl.llm_envs.episode_batch import Episode, EpisodeBatch, episode_data
 from agilerl.llm_envs.episodes import Episodes, stack_episodes
+from agilerl.llm_envs.seeds import EVALUATION_SEED_START, HeldOutCheck
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
 
 logger = logging.getLogger(__name__)
-
-EVALUATION_SEED_START = 1_000_000_000
-"""Evaluation episodes have the seeds from here on; training seeds are below."""
 
 
 class EnvironmentFailure(RuntimeError):
@@ -114,6 +112,7 @@ class SyncMultiTurnVecEnv:
         self.timeouts = 0
         """How many of them ran out of time."""
         self._batch: EpisodeBatch | None = None
+        self._held_out = HeldOutCheck()
 
     def reset(self, seeds: Sequence[int]) -> list[ReasoningPrompts]:
         """Begin a batch; one under way is dropped.
@@ -127,7 +126,8 @@ class SyncMultiTurnVecEnv:
         Raises:
             EnvironmentFailure: More than half of the environments failed.
             TypeError: ``env_factory`` returned something else than a multi-turn environment.
-            ValueError: Not ``batch_size`` seeds; ``env_factory`` returned an environment twice.
+            ValueError: Not ``batch_size`` seeds; episodes of a group began with different prompts;
+                ``env_factory`` returned an environment twice.
         """
         COUNT("batch_size", self.batch_size)
         COUNT("group_size", self.group_size)
@@ -137,7 +137,15 @@ class SyncMultiTurnVecEnv:
         )
         for i, seed in enumerate(seeds):
             Number(0, integer=True)(f"seeds[{i}]", seed)
-        return self._begin([int(seed) for seed in seeds for _ in range(self.group_size)])
+        prompts = self._begin([int(seed) for seed in seeds for _ in range(self.group_size)])
+        assert self._batch is not None
+        try:
+            self._batch.check_groups(self.group_size)
+        except ValueError:
+            self._batch = None
+            raise
+        self._held_out.train_on(prompts)
+        return prompts
 
     def step(
         self,
@@ -233,9 +241,12 @@ class SyncMultiTurnVecEnv:
         count = math.ceil(len(seeds) / (self.batch_size * self.group_size))
         # Batches of equal size: in one of few episodes, few failures would be more than half.
         ends = [len(seeds) * i // count for i in range(count + 1)]
-        batches = [
-            self._run_to_end(act, self._begin(seeds[start:end])) for start, end in pairwise(ends)
-        ]
+        batches, first_prompts = [], []
+        for start, end in pairwise(ends):
+            prompts = self._begin(seeds[start:end])
+            first_prompts += prompts
+            batches.append(self._run_to_end(act, prompts))
+        self._held_out.evaluate_on(first_prompts)
         self._batch = None
         return stack_episodes(batches, self.max_turns)
 

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from agilerl import checks
 from agilerl.llm_envs import (
     EVALUATION_SEED_START,
     EnvironmentFailure,
     SyncMultiTurnVecEnv,
     TokenObservationWrapper,
+    row_of_seed,
 )
 from agilerl.testing import byte_tokenizer
 from agilerl.typing import ActionResult, ReasoningPrompts
@@ -567,3 +569,58 @@ def test_a_real_game_is_the_same_each_time() -> None:
     assert first.transcripts == again.transcripts
     assert torch.equal(first.rewards, again.rewards)
     assert all(len(set(first.transcripts[i : i + 3])) == 1 for i in range(0, 12, 3))
+
+
+def test_episodes_of_a_group_begin_with_the_same_prompt() -> None:
+    class Unseeded(Game):
+        def reset(self, seed: int | None = None) -> Any:
+            return super().reset(next(seeds))
+
+    seeds = iter([7, 7, 8, 9])
+    env = SyncMultiTurnVecEnv(Unseeded, batch_size=2, group_size=2)
+    with pytest.raises(ValueError, match=r"episodes 2 and 3 .* seed 4, .* random.Random\(seed\)"):
+        env.reset([3, 4])
+    with pytest.raises(RuntimeError, match="no prompts are waiting"):
+        env.step([])
+    seeds = iter([7, 7, 8, 8])
+    assert len(env.reset([3, 4])) == 4
+
+
+class Rows(Game):
+    """A task per row of data; ``held_out``: evaluation has rows of its own."""
+
+    def __init__(self, held_out: bool) -> None:
+        super().__init__()
+        self.test = range(100, 110) if held_out else range(10)
+
+    def reset(self, seed: int | None = None) -> Any:
+        assert seed is not None
+        return super().reset(row_of_seed(seed, range(10), self.test))
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_an_evaluation_on_prompts_that_were_trained_on_warns(
+    held_out: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_warned", set())
+    env = SyncMultiTurnVecEnv(lambda: Rows(held_out), batch_size=10, evaluation_episodes=20)
+    env.evaluate(act)  # before the first training batch
+    env.play(act, range(10))
+    assert not caplog.records
+    for _ in range(2):
+        env.evaluate(act)
+    assert ["All 10 prompts" in record.message for record in caplog.records] == (
+        [] if held_out else [True]
+    )
+
+
+def test_rows_of_seeds() -> None:
+    rows = [
+        row_of_seed(seed, "abc", "xy")
+        for seed in (0, 4, EVALUATION_SEED_START - 1, EVALUATION_SEED_START)
+    ]
+    assert rows == ["a", "b", "abc"[(EVALUATION_SEED_START - 1) % 3], "x"]
+    with pytest.raises(ValueError, match="test has no rows"):
+        row_of_seed(EVALUATION_SEED_START, "abc", "")
+    with pytest.raises(ValueError, match="seed is -1"):
+        row_of_seed(-1, "abc", "xy")

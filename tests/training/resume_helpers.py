@@ -100,21 +100,21 @@ def make_agents(size: int = 2, **arguments: Any) -> list[GRPO]:
 
 
 class Dice:
-    """Three turns; ignores seeds and draws from the global stream, when made as well."""
+    """Three turns; draws its hidden number from the global stream, when made as well."""
 
     def __init__(self, hook: Hook) -> None:
         self.hook, self.number = hook, random.random()
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         self.number, self.turn = random.random(), 0
-        return f"game {self.number:.3f}", {}
+        return f"game {seed}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.turn += 1
         if self.turn == 1:
             self.hook()
         reward = len(set(action)) / 8 + 0.1 * self.number + 0.01 * random.random()
-        return f"turn {self.turn}", reward, self.turn == 3, False, {}
+        return f"turn {self.turn} {self.number:.3f}", reward, self.turn == 3, False, {}
 
 
 def reseed() -> None:

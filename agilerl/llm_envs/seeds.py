@@ -1,0 +1,70 @@
+"""Seeds of multi-turn episodes: training and evaluation have different ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from agilerl.checks import Number, require, warn_once
+from agilerl.typing import ReasoningPrompts
+
+logger = logging.getLogger(__name__)
+
+EVALUATION_SEED_START = 1_000_000_000
+"""Evaluation episodes have the seeds from here on; training seeds are below."""
+
+# With fewer, as in a game of few positions, repetitions are no sign of a mistake.
+_LEAST_DIFFERENT_PROMPTS = 8
+
+Row = TypeVar("Row")
+
+
+def row_of_seed(seed: int, train: Sequence[Row], test: Sequence[Row]) -> Row:
+    """The row of a dataset that an episode is about: one of ``test`` for evaluation seeds.
+
+    For ``reset(seed)`` of an environment whose tasks are rows of data. ``data[seed % len(data)]``
+    would evaluate on training rows.
+
+    Args:
+        seed: Of the episode.
+        train: Training rows; taken again from the first where there are more seeds.
+        test: Held-out rows, likewise.
+
+    Raises:
+        ValueError: If there is no row.
+    """
+    Number(0, integer=True)("seed", seed)
+    name, rows, first = "train", train, 0
+    if seed >= EVALUATION_SEED_START:
+        name, rows, first = "test", test, EVALUATION_SEED_START
+    require(len(rows) > 0, f"{name} has no rows, but the seed {seed} asks for one")
+    return rows[(seed - first) % len(rows)]
+
+
+class HeldOutCheck:
+    """Notices evaluations on prompts that were trained on."""
+
+    def __init__(self) -> None:
+        self._trained: set[bytes] = set()
+
+    def train_on(self, prompts: Iterable[ReasoningPrompts]) -> None:
+        """Remember first prompts of training episodes."""
+        self._trained |= _keys(prompts)
+
+    def evaluate_on(self, prompts: Iterable[ReasoningPrompts]) -> None:
+        """Warn once if all first prompts of an evaluation, which differ, were trained on."""
+        keys = _keys(prompts)
+        if len(keys) >= _LEAST_DIFFERENT_PROMPTS and keys <= self._trained:
+            warn_once(
+                logger,
+                "All %d prompts of the evaluation were trained on before, so its fitness does not "
+                "show how an agent does on new ones. Evaluation seeds begin at %d: where a seed "
+                "chooses a row of data, use agilerl.llm_envs.row_of_seed(seed, train, test).",
+                len(keys),
+                EVALUATION_SEED_START,
+            )
+
+
+def _keys(prompts: Iterable[ReasoningPrompts]) -> set[bytes]:
+    return {prompt["input_ids"].cpu().numpy().tobytes() for prompt in prompts}
