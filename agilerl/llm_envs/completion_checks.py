@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +70,14 @@ def check_completion(
         shape[1] >= length and bool((ids[:, :length].cpu() == prompt.cpu()).all()),
         f"{name} does not start with the {length} tokens of its prompt; {REMEDY}",
     )
+
+
+def takes_action(step: Callable[..., Any]) -> bool:
+    """Whether an environment's ``step`` takes the ``ActionResult`` beside its ids.
+
+    One that overrides or wraps ``ReasoningGym.step`` may not.
+    """
+    return "action" in inspect.signature(step).parameters
 
 
 def checked_answers(

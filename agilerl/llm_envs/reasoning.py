@@ -10,7 +10,7 @@ import torch
 
 from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, Number, require
 from agilerl.llm.prompts import Conversation, PromptEncoder
-from agilerl.llm_envs.completion_checks import check_completions
+from agilerl.llm_envs.completion_checks import check_completions, takes_action
 from agilerl.llm_envs.dataset import (
     PromptBatch,
     PromptDataset,
@@ -20,7 +20,7 @@ from agilerl.llm_envs.dataset import (
 from agilerl.llm_envs.rewards import RewardFunctions, RewardPool
 from agilerl.llm_envs.rewards.columns import OFFERED, CompletionReader, dataset_columns
 from agilerl.llm_envs.rewards.scorer import score_groups
-from agilerl.typing import Act, Evaluation, ReasoningPrompts
+from agilerl.typing import Act, ActionResult, Evaluation, ReasoningPrompts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -209,14 +209,14 @@ class ReasoningGym:
     def step(
         self,
         completion_ids: Sequence[torch.Tensor],
-        finish_reasons: Sequence[Sequence[str]] | None = None,
+        action: ActionResult | None = None,
     ) -> tuple[Any, ...]:
         """Score the completions of the batch handed out last.
 
         Args:
             completion_ids: Per prompt a ``(G, T)`` long tensor: prompt, completion, right padding.
-            finish_reasons: Per prompt G times ``"stop"`` or ``"length"``, as ``get_action`` returns
-                them. None: told from the ids, which do not show stop sequences.
+            action: What ``get_action`` returned, with these ids. It says where completions end, and
+                why; None: told from the ids, which do not show that a stop sequence ended one.
 
         Returns:
             The next prompts (``[]`` after the last test batch) and the rewards, ``(P, G)`` float32
@@ -238,7 +238,7 @@ class ReasoningGym:
             len(sizes) == 1,
             f"completion_ids have groups of sizes {sorted(sizes)}; use one size G",
         )
-        scored = score_groups(self._rewards, self._reader, batch, completion_ids, finish_reasons)
+        scored = score_groups(self._rewards, self._reader, batch, completion_ids, action)
         self.last_questions, self.last_answers = list(batch.questions), list(batch.answers)
         self.last_completions = scored.texts
         self.last_rewards = scored.named_rewards
@@ -271,9 +271,9 @@ class ReasoningGym:
             for _ in range(loop):
                 prompts = self.reset()
                 while prompts:
-                    result = act(prompts)
-                    reasons = result.finish_reasons
-                    prompts, scored = self.step(result.completion_ids, reasons)[:2]
+                    action = act(prompts)
+                    known = {"action": action} if takes_action(self.step) else {}
+                    prompts, scored = self.step(action.completion_ids, **known)[:2]
                     rewards.append(scored.flatten())
                     group = scored.shape[1]
                     questions += [q for q in self.last_questions for _ in range(group)]

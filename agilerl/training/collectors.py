@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from agilerl.checks import missing_members
+from agilerl.llm_envs.completion_checks import takes_action
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
@@ -48,7 +48,7 @@ class ReasoningCollector:
         self.env = env
         self._prompts = env.reset()
         self._data = _data_digest(env)
-        self._takes_reasons = "finish_reasons" in inspect.signature(env.step).parameters
+        self._takes_action = takes_action(env.step)
         self._several_rewards = not missing_members(env, SeveralRewardsEnv)
 
     @property
@@ -86,8 +86,8 @@ class ReasoningCollector:
         # Read before the step, which moves both on to the next batch.
         questions, answers = list(self.env.questions), list(self.env.answers)
         started = time.perf_counter()
-        reasons = {"finish_reasons": result.finish_reasons} if self._takes_reasons else {}
-        outcome = self.env.step(result.completion_ids, **reasons)
+        known = {"action": result} if self._takes_action else {}
+        outcome = self.env.step(result.completion_ids, **known)
         seconds = time.perf_counter() - started
         # An environment built with return_raw_completions returns a third element.
         self._prompts, rewards = outcome[0], outcome[1]

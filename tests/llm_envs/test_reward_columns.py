@@ -130,7 +130,11 @@ def test_the_fingerprint_knows_the_columns_that_rewards_see(make_env: MakeEnv) -
 
 
 def seen_of(
-    tokenizer: PreTrainedTokenizerFast, rows: list[list[int]], reasons: Any = None, **kwargs: Any
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[list[int]],
+    lengths: list[int] | None = None,
+    reasons: list[str] | None = None,
+    **kwargs: Any,
 ) -> list[tuple[str, list[int], str]]:
     """What a reward sees of the completions of one prompt."""
     seen: dict[int, Any] = {}
@@ -145,7 +149,12 @@ def seen_of(
     env = ReasoningGym(one, one, tokenizer, reward, template, **kwargs)
     (prompt,) = env.reset()
     start = prompt["input_ids"][0].tolist()
-    env.step([torch.tensor([start + row for row in rows])], reasons)
+    ids, action = torch.tensor([start + row for row in rows]), None
+    if lengths is not None:
+        position = torch.arange(ids.shape[1] - 1) - len(start) + 1
+        mask = (position >= 0) & (position < torch.tensor(lengths)[:, None])
+        action = ActionResult([ids], [mask], None, None if reasons is None else [reasons])
+    env.step([ids], action)
     return [seen[i] for i in range(len(rows))]
 
 
@@ -160,8 +169,45 @@ def test_ids_and_finish_reasons_without_word_from_the_agent() -> None:
         ("xyxy", [x, y, x, y], "length"),
         ("xy", [x, y], "stop"),  # shorter than another: a stop sequence
     ]
-    reasons = [["stop", "stop", "stop", "length"]]
-    assert [row[2] for row in seen_of(tokenizer, rows, reasons)] == reasons[0]
+
+
+def test_what_the_agent_says_of_its_completions_wins() -> None:
+    """It may pad with any special token, and sample one where its completion ends."""
+    tokenizer = byte_tokenizer()
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    x, y = b"xy"
+    rows = [[x, end, other, other], [x, pad, other, other], [x, y, x, y], [x, y, other, other]]
+    reasons = ["stop", "stop", "stop", "length"]
+    seen = seen_of(tokenizer, rows, [2, 2, 4, 2], reasons, skip_special_tokens=False)
+    assert seen == [
+        ("x", [x, end], "stop"),
+        ("x<|pad|>", [x, pad], "stop"),
+        ("xyxy", [x, y, x, y], "stop"),
+        ("xy", [x, y], "length"),
+    ]
+    inferred = [reason for _, _, reason in seen_of(tokenizer, rows, [2, 2, 4, 2])]
+    assert inferred == ["stop", "stop", "length", "stop"]
+
+
+@pytest.mark.parametrize("overridden", [False, True])
+def test_step_may_be_overridden_with_ids_alone(overridden: bool) -> None:
+    class Gym(ReasoningGym):
+        def step(self, completion_ids: Any) -> Any:  # type: ignore[override]
+            return super().step(completion_ids)
+
+    tokenizer = byte_tokenizer()
+    one = Dataset.from_dict({"question": ["q"], "answer": ["a"]})
+    template = [{"role": "user", "content": "{question}"}]
+    kind = Gym if overridden else ReasoningGym
+    env = kind(one, one, tokenizer, lambda finish_reason: finish_reason == "stop", template)
+
+    def act(prompts: Any) -> ActionResult:
+        ids = torch.cat([prompts[0]["input_ids"], torch.tensor([[ord("x")]])], 1)
+        return ActionResult([ids], [], None, [["stop"]])
+
+    # From the ids alone a single token without an end looks cut off.
+    assert env.evaluate(act).rewards.tolist() == [0.0 if overridden else 1.0]
 
 
 def test_ids_where_the_end_of_sequence_is_the_padding() -> None:
@@ -169,7 +215,9 @@ def test_ids_where_the_end_of_sequence_is_the_padding() -> None:
     tokenizer.pad_token = tokenizer.eos_token
     end, x = tokenizer.eos_token_id, ord("x")
     rows = [[x, end, end], [x, x, end], [x, x, x], [end, end, end]]
-    assert seen_of(tokenizer, rows) == [
+    expected = seen_of(tokenizer, rows)
+    assert seen_of(byte_tokenizer(), rows) == expected  # and where the agent pads with it
+    assert expected == [
         ("x", [x, end], "stop"),
         ("xx", [x, x, end], "stop"),
         ("xxx", [x, x, x], "length"),

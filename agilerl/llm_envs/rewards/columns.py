@@ -49,6 +49,7 @@ class CompletionReader:
         self,
         completion_ids: torch.Tensor,
         prompt_length: int,
+        lengths: Sequence[int] | None = None,
         finish_reasons: Sequence[str] | None = None,
     ) -> list[CompletionText]:
         """Read a group.
@@ -56,26 +57,37 @@ class CompletionReader:
         Args:
             completion_ids: ``(G, T)`` long: prompt, completion, right padding.
             prompt_length: Tokens of the prompt.
+            lengths: Tokens of each completion. None: without what reads as padding at the end.
             finish_reasons: ``"stop"`` or ``"length"`` for each. None: a completion as long as the
                 longest of the group counts as cut off unless it ends with the end-of-sequence
                 token.
         """
-        rows = completion_ids[:, prompt_length:].tolist()
-        reasons = [None] * len(rows) if finish_reasons is None else finish_reasons
-        return [self._read(row, reason) for row, reason in zip(rows, reasons, strict=True)]
+        width = completion_ids.shape[1] - prompt_length
+        group = []
+        for index, ids in enumerate(completion_ids[:, prompt_length:].tolist()):
+            row = self._unpadded(ids) if lengths is None else ids[: lengths[index]]
+            reason = "length"
+            if finish_reasons is not None:
+                reason = finish_reasons[index]
+            elif self._ends(row) or len(row) < width:
+                reason = "stop"
+            group.append(CompletionText(self._text(row), row, reason))
+        return group
 
-    def _read(self, row: list[int], reason: str | None) -> CompletionText:
-        pad, eos, width = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, len(row)
-        while row and row[-1] == pad:
-            row.pop()
-        if len(row) < width and pad == eos:
-            row.append(eos)  # the first of what looks like padding was sampled
-        ended = row[-1:] == [eos]
-        if reason is None:
-            reason = "stop" if ended or len(row) < width else "length"
-        shown = row[:-1] if ended and not self._skip_special_tokens else row
-        text = self._tokenizer.decode(shown, skip_special_tokens=self._skip_special_tokens)
-        return CompletionText(text, row, reason)
+    def _unpadded(self, ids: list[int]) -> list[int]:
+        pad, eos = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
+        end = len(ids)
+        while end and ids[end - 1] in (pad, eos):
+            end -= 1
+        # An agent may pad with the end-of-sequence token too: only the first was sampled.
+        return ids[: end + (ids[end : end + 1] == [eos])]
+
+    def _ends(self, row: list[int]) -> bool:
+        return row[-1:] == [self._tokenizer.eos_token_id]
+
+    def _text(self, row: list[int]) -> str:
+        shown = row[:-1] if self._ends(row) and not self._skip_special_tokens else row
+        return self._tokenizer.decode(shown, skip_special_tokens=self._skip_special_tokens)
 
 
 def dataset_columns(asked: Collection[str], there: Sequence[str]) -> list[str]:

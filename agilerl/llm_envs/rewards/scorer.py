@@ -11,6 +11,7 @@ import torch
 from agilerl.llm_envs.dataset import PromptBatch
 from agilerl.llm_envs.rewards.columns import CompletionReader, reward_columns
 from agilerl.llm_envs.rewards.pool import RewardPool
+from agilerl.typing import ActionResult
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def score_groups(
     reader: CompletionReader,
     batch: PromptBatch,
     completion_ids: Sequence[torch.Tensor],
-    finish_reasons: Sequence[Sequence[str]] | None,
+    action: ActionResult | None,
 ) -> ScoredGroups:
     """Score the completions of a batch.
 
@@ -39,17 +40,24 @@ def score_groups(
         reader: From ids to texts.
         batch: The P prompts.
         completion_ids: Per prompt ``(G, T)`` long: prompt, completion, right padding.
-        finish_reasons: Per prompt G times ``"stop"`` or ``"length"``; None: told from the ids.
+        action: Says where completions end, and why; None: told from the ids.
 
     Raises:
         Exception: What the pool raises.
     """
     group = completion_ids[0].shape[0]
-    reasons = [None] * len(batch.prompts) if finish_reasons is None else finish_reasons
-    completions = [
-        reader.read(ids, prompt["input_ids"].shape[1], group_reasons)
-        for ids, prompt, group_reasons in zip(completion_ids, batch.prompts, reasons, strict=True)
-    ]
+    completions = []
+    for index, (ids, prompt) in enumerate(zip(completion_ids, batch.prompts, strict=True)):
+        masks = None if action is None or not action.action_masks else action.action_masks[index]
+        reasons = None if action is None or not action.finish_reasons else action.finish_reasons
+        completions.append(
+            reader.read(
+                ids,
+                prompt["input_ids"].shape[1],
+                None if masks is None else masks.sum(1).tolist(),
+                None if reasons is None else reasons[index],
+            )
+        )
     scores = pool.score_columns(reward_columns(batch, completions))
     return ScoredGroups(
         texts=[[each.text for each in texts] for texts in completions],
