@@ -49,9 +49,9 @@ def test_all_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (index, 64, 0.0) for index in range(4)
     ]
     # Drawn alike, with the same seed and search: for all four in the same order.
-    drawn = [(agent.lr, agent.clip_coef, agent.update_epochs) for agent in names["pop"]]
+    drawn = [(agent.lr, agent.clip_coef, agent.max_grad_norm) for agent in names["pop"]]
     again = GRPO.population(4, hp_config=names["search"], **names["settings"])
-    assert drawn == [(agent.lr, agent.clip_coef, agent.update_epochs) for agent in again]
+    assert drawn == [(agent.lr, agent.clip_coef, agent.max_grad_norm) for agent in again]
     made = [*trained, *names["pop"], *again]
 
     exec(block_with("rates = "), names)
