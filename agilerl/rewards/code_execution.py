@@ -199,7 +199,12 @@ def read_tests(tests: Any) -> list[CodeTest]:
     if isinstance(tests, str):
         found = [CodeTest(assertions=tests)] if tests.strip() else []
     elif isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
-        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+        inputs, outputs = tests["inputs"], tests["outputs"]
+        require(
+            len(inputs) == len(outputs),
+            f"tests have {len(inputs)} inputs and {len(outputs)} outputs; give one for each",
+        )
+        pairs = zip(inputs, outputs, strict=True)
         found = [CodeTest(stdin=str(given), stdout=str(wanted)) for given, wanted in pairs]
     elif isinstance(tests, Mapping) and isinstance(tests.get("stdout"), str):
         found = [CodeTest(stdin=tests.get("stdin") or "", stdout=tests["stdout"])]

@@ -49,6 +49,13 @@ def test_programs(program: str, tests: Any, reward: float | None) -> None:
     assert score(program, tests) == reward
 
 
+def test_numpy_fits_the_default_limits() -> None:
+    assert (
+        score("import numpy as np\na = np.ones((9, 9)) @ np.ones((9, 9))", "assert a[0, 0] == 9")
+        == 1
+    )
+
+
 @pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "import os; os._exit(0)", "exit()"])
 def test_leaving_before_the_assertions_passes_nothing(leave: str) -> None:
     assert score(leave, "assert False") == 0.0
@@ -150,13 +157,20 @@ def test_the_last_block_of_python(completion: str, program: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tests", "error"),
-    [("", ValueError), ([], ValueError), ({"inputs": [], "outputs": []}, ValueError),
-     ([" "], ValueError), (3, TypeError), ({"stdin": "a"}, TypeError), ([3], TypeError),
-     ({"inputs": ["1"], "outputs": []}, ValueError)],
-)  # fmt: skip
-def test_tests_that_are_none(tests: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
+    ("tests", "error", "message"),
+    [
+        ("", ValueError, "tests are '', so any program would pass"),
+        ([], ValueError, r"tests are \[\], so any"),
+        ([" "], ValueError, "tests are ' ', so any"),
+        ({"inputs": [], "outputs": []}, ValueError, "so any program would pass"),
+        ({"inputs": ["1"], "outputs": []}, ValueError, "1 inputs and 0 outputs"),
+        (3, TypeError, "tests are 3; they must be Python code with assertions"),
+        ([3], TypeError, "tests are 3"),
+        ({"stdin": "a"}, TypeError, "a dict with stdin and stdout"),
+    ],
+)
+def test_tests_that_are_none(tests: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         read_tests(tests)
 
 
