@@ -47,6 +47,9 @@ class CodeExecutionReward:
     variables of this process, with limits on time, memory, processes and output. What goes beyond a
     limit fails its test.
 
+    Programs may not start processes, nor threads; where this process runs as root, only Python
+    itself refuses processes, and threads are possible.
+
     **This keeps accidents away from the training run, and is no sandbox.** A program runs as the
     same user, reads every file that this user may read, and may use the network. Untrusted models
     belong in a container.
