@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from grpo_reasoning import GROUP_SIZE, make_agent, make_env
+from grpo_reasoning import GROUP_SIZE, PROMPTS_PER_STEP, make_agent, make_env
 
 from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
 from agilerl.hpo import PerturbOrResample, TruncationSelection
@@ -46,8 +46,6 @@ import matplotlib.pyplot as plt
 
 METHODS = ("evolution", "fixed", "random")
 MEMBERS = 4
-PROMPTS_PER_STEP = 16
-BATCH_SIZE = 64  # two optimizer steps per rollout, as in grpo_reasoning.py
 LEARNING_RATE = RLParameter(min=3e-5, max=3e-3, scale="log", shrink_factor=0.5, grow_factor=2.0)
 COLOURS = {
     "evolution": "tab:green",
@@ -113,7 +111,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
-        "--iterations", type=int, default=100, help="rollouts of 16 prompts x 8, of each agent"
+        "--iterations", type=int, default=80, help="rollouts of 32 prompts x 8, of each agent"
     )
     parser.add_argument("--evo-steps", type=int, default=10, help="iterations of a generation")
     parser.add_argument("--selection-rows", type=int, default=300, help="questions to select by")
@@ -154,21 +152,11 @@ def train(method: str, seed: int, folder: Path, args: argparse.Namespace) -> dic
         test_size=args.selection_rows + args.report_rows,
         env_class=SelectionAndReport,
         selection_rows=args.selection_rows,
-        data_batch_size_per_gpu=PROMPTS_PER_STEP,
     )
     rates = initial_learning_rates(method, seed)
     search = HyperparameterConfig(lr=LEARNING_RATE)
     population = [
-        make_agent(
-            "grpo",
-            model,
-            tokenizer,
-            seed,
-            index=index,
-            lr=rate,
-            hp_config=search,
-            batch_size=BATCH_SIZE,
-        )
+        make_agent("grpo", model, tokenizer, seed, index=index, lr=rate, hp_config=search)
         for index, rate in enumerate(rates)
     ]
     finetune_llm_reasoning(

@@ -182,7 +182,7 @@ def test_evolve(
     assert set(runs) == {"evolution", "fixed", "random"}
 
     consumed = [[point["samples"] for point in run["curve"]] for run in runs.values()]
-    assert consumed == [[0, 512, 1024]] * 3  # 4 agents x 16 prompts x 8 completions an iteration
+    assert consumed == [[0, 1024, 2048]] * 3  # 4 agents x 32 prompts x 8 completions an iteration
     rates = {
         method: [[member["learning_rate"] for member in point["members"]] for point in run["curve"]]
         for method, run in runs.items()
@@ -209,7 +209,7 @@ def test_evolve(
                 assert member["accuracy"] * 8 == pytest.approx(round(member["accuracy"] * 8))
     for picture in ("curves.png", "seed0/family_tree.png", "seed0/learning_rates.png"):
         assert (folder / picture).stat().st_size > 5_000
-    assert "after 1,024 completions of the whole population" in output
+    assert "after 2,048 completions of the whole population" in output
 
 
 def assert_no_engine_log(output: str) -> None:
