@@ -113,7 +113,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--iterations", type=int, default=80, help="rollouts of 32 prompts x 8, of each agent"
     )
-    parser.add_argument("--evo-steps", type=int, default=10, help="iterations of a generation")
+    parser.add_argument("--evo-steps", type=int, default=20, help="iterations of a generation")
+    parser.add_argument(
+        "--evaluation-interval", type=int, default=10, help="iterations between two evaluations"
+    )
     parser.add_argument("--selection-rows", type=int, default=300, help="questions to select by")
     parser.add_argument("--report-rows", type=int, default=500, help="other questions, to report")
     parser.add_argument("--output", default="demo_output")
@@ -135,8 +138,8 @@ def evolution(evo_steps: int) -> dict[str, Any]:
     """Options of the training function, as in Population Based Training."""
     return {
         "evo_steps": evo_steps,
-        # A learning rate that pays late must survive the first generations: of four agents one is
-        # replaced at a time, and a score is the mean of two evaluations.
+        # A high learning rate costs accuracy at first and pays later. So that it lives to do that,
+        # one agent of four is replaced at a time, and a score is the mean of two evaluations.
         "tournament": TruncationSelection(population_size=MEMBERS, share=0.25, eval_loop=2),
         # The range is covered from the start, so that no rate need be drawn anew.
         "mutation": PerturbOrResample(resample_probability=0.0),
@@ -163,7 +166,7 @@ def train(method: str, seed: int, folder: Path, args: argparse.Namespace) -> dic
         population,
         env=env,
         max_steps=PROMPTS_PER_STEP * args.iterations,
-        evaluation_interval=args.evo_steps,
+        evaluation_interval=args.evaluation_interval,
         checkpoint_path=folder,
         max_reward=1.0,
         verbose=not args.quiet,
@@ -295,6 +298,7 @@ def save(runs: list[dict[str, Any]], args: argparse.Namespace, output: Path) -> 
         "settings": {
             "iterations": args.iterations,
             "evo_steps": args.evo_steps,
+            "evaluation_interval": args.evaluation_interval,
             "prompts_per_iteration_and_agent": PROMPTS_PER_STEP,
             "completions_per_prompt": GROUP_SIZE,
             "questions_to_select_by": args.selection_rows,

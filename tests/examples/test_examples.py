@@ -174,8 +174,9 @@ def test_evolve(
 ) -> None:
     # The interpreter does this for a script that it is started with.
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    sizes = ("--iterations", "2", "--evo-steps", "1", "--selection-rows", "5", "--report-rows", "8")
-    run_here(EXAMPLES / "evolve.py", *sizes, "--quiet", cwd=tmp_path, monkeypatch=monkeypatch)
+    length = ("--iterations", "2", "--evo-steps", "1", "--evaluation-interval", "1")
+    rows = ("--selection-rows", "5", "--report-rows", "8", "--quiet")
+    run_here(EXAMPLES / "evolve.py", *length, *rows, cwd=tmp_path, monkeypatch=monkeypatch)
     output = capsys.readouterr().out
     folder = tmp_path / "demo_output" / "evolve"
     runs = {run["method"]: run for run in json.loads((folder / "curves.json").read_text())["runs"]}
