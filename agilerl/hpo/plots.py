@@ -56,7 +56,7 @@ def plot_family_tree(run: str | Path, file: str | Path | None = None) -> Figure:
 
 
 def plot_hyperparameters(run: str | Path, file: str | Path | None = None) -> Figure:
-    """Draw each hyperparameter's path over the generations, a line per member.
+    """Draw each hyperparameter's path over the generations, a line per member, from the start.
 
     Args:
         run: The run directory.
@@ -74,19 +74,24 @@ def plot_hyperparameters(run: str | Path, file: str | Path | None = None) -> Fig
     names = list(generations[0]["members"][0]["hyperparameters"])
     require(bool(names), f"the agents of {run} have no hyperparameters that are mutated")
     figure = _new_figure(height=2.2 * len(names))
-    iterations = [generation["iteration"] for generation in generations]
+    iterations = [0, *(generation["iteration"] for generation in generations)]
     agents = [member["agent"] for member in generations[0]["members"]]
     for name, axes in zip(names, figure.subplots(len(names), 1, squeeze=False)[:, 0], strict=True):
         paths = [
-            [_number(each["members"][n]["hyperparameters"][name]) for each in generations]
+            [
+                _number(generations[0]["members"][n]["scored_hyperparameters"][name]),
+                *(_number(each["members"][n]["hyperparameters"][name]) for each in generations),
+            ]
             for n in range(len(agents))
         ]
         for agent, path in zip(agents, paths, strict=True):
-            axes.plot(iterations, path, marker="o", markersize=3, label=f"agent {agent}")
+            # A value holds until the next selection.
+            axes.step(iterations, path, "o-", where="post", markersize=3, label=f"agent {agent}")
         values = [value for path in paths for value in path]
         if min(values) > 0 and max(values) > 10 * min(values):
             axes.set_yscale("log")
         axes.set_ylabel(name)
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("iteration of the selection")
     figure.axes[0].legend(fontsize="small")
     return _saved(figure, file)

@@ -229,13 +229,13 @@ class SharedBase:
 
     def activate(self, slot: str | None, trainable: bool) -> None:
         """Make one adapter the model's only one; None: the bare base."""
-        if self._active == (slot, trainable):
-            return
         if self._exclusive not in (None, (slot,)):
             raise RuntimeError(
                 "a rollout with another adapter of this base model is under way; leave "
                 "agent.rollout() first, and use one of its agents at a time"
             )
+        if self._active == (slot, trainable):
+            return
         assert self.peft is not None
         if slot is None:
             self.peft.base_model.disable_adapter_layers()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from agilerl.checks import missing_members
+from agilerl.checks import missing_members, require, warn_once
 from agilerl.llm_envs.completion_checks import takes_action
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from agilerl.typing import ActionResult, ReasoningPrompts
+
+logger = logging.getLogger(__name__)
 
 SAMPLES_PER_ITERATION = 4
 _ORDER = ("rows", "seed", "epoch", "offset")
@@ -56,16 +58,36 @@ class ReasoningCollector:
         """Completed passes over the training rows."""
         return self.env.num_epochs
 
-    @property
-    def max_rollouts(self) -> float:
-        """Any number where the environment knows its next batches."""
-        return 1 if missing_members(self.env, LookaheadEnv) else math.inf
+    def can_begin(self, count: int) -> bool:
+        """More than one where the environment knows its next batches."""
+        if count == 1:
+            return True
+        if missing_members(self.env, LookaheadEnv):
+            return False
+        (prompts,) = cast(LookaheadEnv, self.env).upcoming(1)
+        known = _same_prompts(prompts, self._prompts)
+        if not known:
+            warn_once(
+                logger,
+                "upcoming(1) of %s is not the batch that it handed out, so agents roll out one by "
+                "one: a wrapper that changes prompts must change those of upcoming too.",
+                type(self.env).__name__,
+            )
+        return known
 
     def begin(self, agents: Sequence[Agent]) -> list[ReasoningRollout]:
-        """A batch for each agent."""
+        """A batch for each agent.
+
+        Raises:
+            ValueError: If a batch is empty.
+        """
         batches = [self._prompts]
         if len(agents) > 1:
             batches = list(cast(LookaheadEnv, self.env).upcoming(len(agents)))
+        require(
+            all(len(prompts) > 0 for prompts in batches),
+            f"{type(self.env).__name__} handed out an empty training batch; it must hold a prompt",
+        )
         return [ReasoningRollout(self, prompts) for prompts in batches]
 
     def collect(self, agent: Agent) -> Experience:
@@ -81,8 +103,20 @@ class ReasoningCollector:
         roll_out(agent, rollout)
         return rollout.finish()
 
-    def score(self, result: ActionResult, generation_seconds: float) -> Experience:
-        """Score the completions of the present batch, and draw the next one."""
+    def score(
+        self, prompts: Sequence[ReasoningPrompts], result: ActionResult, generation_seconds: float
+    ) -> Experience:
+        """Score the completions of the present batch, and draw the next one.
+
+        Raises:
+            RuntimeError: If they are of other prompts.
+        """
+        require(
+            _same_prompts(prompts, self._prompts),
+            f"{type(self.env).__name__} handed out another batch than upcoming had announced; "
+            "make both the same, or leave upcoming out",
+            RuntimeError,
+        )
         # Read before the step, which moves both on to the next batch.
         questions, answers = list(self.env.questions), list(self.env.answers)
         started = time.perf_counter()
@@ -136,7 +170,7 @@ class ReasoningRollout:
     several_turns = False
 
     def __init__(self, collector: ReasoningCollector, prompts: Sequence[ReasoningPrompts]) -> None:
-        self.prompts = prompts
+        self.prompts = self._asked = prompts
         self._collector = collector
 
     def answer(self, result: ActionResult, seconds: float) -> None:
@@ -145,14 +179,14 @@ class ReasoningRollout:
 
     def finish(self) -> Experience:
         """See :class:`agilerl.training.protocols.Rollout`."""
-        return self._collector.score(self._result, self._seconds)
+        return self._collector.score(self._asked, self._result, self._seconds)
 
 
 class MultiTurnCollector:
     """Plays one group of episodes per training seed.
 
     Args:
-        env: The environments. Agents whose collectors share them play in turn.
+        env: The collector's own environments.
         order: The training seeds (its rows) and how many groups are played at a time (its
             batches).
     """
@@ -160,8 +194,6 @@ class MultiTurnCollector:
     def __init__(self, env: SyncMultiTurnVecEnv, order: TrainingBatchSampler) -> None:
         self.env = env
         self.order = order
-
-    max_rollouts = 1
 
     @property
     def num_epochs(self) -> int:
@@ -181,6 +213,10 @@ class MultiTurnCollector:
         roll_out(agent, rollout)
         return rollout.finish()
 
+    def can_begin(self, count: int) -> bool:
+        """One, because it has one set of environments."""
+        return count == 1
+
     def begin(self, agents: Sequence[Agent]) -> list[EpisodeRollout]:
         """The next seeds, for one agent."""
         (agent,) = agents
@@ -188,7 +224,7 @@ class MultiTurnCollector:
 
     def evaluate(self, agent: Agent) -> np.ndarray:
         """Returns of the agent on the evaluation seeds."""
-        # The same batches whichever agent played last, and however many seeds its batch had.
+        # The same batches however many seeds the last training batch had.
         self.env.batch_size, self.env.group_size = self.order.batch_size, agent.group_size
         return agent.test(self.env)
 
@@ -259,6 +295,15 @@ class EpisodeRollout:
             metrics=_episode_metrics(episodes),
             samples=_first_episodes(episodes, self._group),
         )
+
+
+def _same_prompts(some: Sequence[ReasoningPrompts], others: Sequence[ReasoningPrompts]) -> bool:
+    if some is others:
+        return True
+    return len(some) == len(others) and all(
+        torch.equal(one["input_ids"], other["input_ids"])
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def _data_digest(env: SingleTurnEnv) -> dict[str, str]:

@@ -32,6 +32,7 @@ def next_generation(
     scores = [selection.score(agent) for agent in agents]
     parents, best = selection.parents(scores, rng), best_of(scores)
     before = [copy.copy(member) for member in members]  # their lineages
+    scored = [hyperparameters(agent) for agent in agents]
     clones = {
         place: agents[parent].clone(index=agents[place].index)
         for place, parent in enumerate(parents)
@@ -57,6 +58,7 @@ def next_generation(
                     "agent": agent.index,
                     "parent": agents[parent].index,
                     "fitness": scores[place],
+                    "scored_hyperparameters": scored[place],
                     "mutation": agent.mut,
                     "hyperparameters": hyperparameters(agent),
                 }

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
+
+from agilerl.checks import missing_members
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from agilerl.llm.config import SamplingConfig
-    from agilerl.llm.generation import Completions, GenerationRequest, Generator
-    from agilerl.llm.policy import Policy
     from agilerl.training.experience import Experience
     from agilerl.typing import Act, ActionResult, Evaluation, ExperiencesType
 
@@ -76,24 +76,6 @@ class Agent(Protocol):
     def save_checkpoint(
         self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
     ) -> None: ...
-
-
-class JointAgent(Agent, Protocol):
-    """One whose prompts can be completed in one call with those of others."""
-
-    @property
-    def generator(self) -> Generator: ...
-
-    @property
-    def policy(self) -> Policy: ...
-
-    def generation_request(
-        self, obs: Any, training: bool = True, repeat_prompts: bool = True
-    ) -> GenerationRequest: ...
-
-    def action_result(
-        self, request: GenerationRequest, completions: Completions
-    ) -> ActionResult: ...
 
 
 class SingleTurnEnv(Protocol):
@@ -205,9 +187,13 @@ class Rollout(Protocol):
 class JointCollector(Collector, Protocol):
     """One that can begin several rollouts before the first is over."""
 
-    @property
-    def max_rollouts(self) -> float:
-        """How many."""
+    def can_begin(self, count: int) -> bool:
+        """Whether it can begin as many."""
 
     def begin(self, agents: Sequence[Agent]) -> Sequence[Rollout]:
         """Rollouts for some agents, on successive data; to be finished in this order."""
+
+
+def is_joint_collector(collector: Collector) -> TypeGuard[JointCollector]:
+    """Whether a collector can do that."""
+    return not missing_members(collector, JointCollector)

@@ -6,10 +6,10 @@ import math
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
-from agilerl.checks import missing_members
-from agilerl.training.protocols import Agent, JointAgent, JointCollector, Rollout
+from agilerl.algorithms.core.llm_algorithm import LLMAlgorithm
+from agilerl.training.protocols import Agent, Rollout, is_joint_collector
 
 if TYPE_CHECKING:
     from agilerl.llm.generation import JointLimits
@@ -36,90 +36,99 @@ def collect(members: Sequence[Member]) -> Iterator[Experience]:
     prompts are completed in one call: the same completions as one by one, beyond rounding. Then all
     members act before the first one's completions are scored.
     """
-    rollouts: dict[int, Rollout] = {}
     groups = _joint_groups(members)
-    if groups:
-        rollouts = _begin(members)
-        parts = [part for group in groups for part in _that_fit(group, rollouts) if len(part) > 1]
-        for part in parts:
-            _roll_out_together([(agent, rollouts[id(member)]) for member, agent in part])
-        acted = {id(member) for part in parts for member, _ in part}
-        for member in members:
-            if id(member) in rollouts and id(member) not in acted:
-                roll_out(member.agent, rollouts[id(member)])
+    rollouts = _begin(members) if groups else {}
+    parts = [part for group in groups for part in _that_fit(group, rollouts) if len(part) > 1]
+    for part in parts:
+        _roll_out_together([actor.agent for actor in part], [rollouts[a.member] for a in part])
+    acted = {actor.member for part in parts for actor in part}
     for member in members:
-        rollout = rollouts.get(id(member))
-        yield member.collector.collect(member.agent) if rollout is None else rollout.finish()
+        if member in rollouts and member not in acted:
+            roll_out(member.agent, rollouts[member])
+    for member in members:
+        if member in rollouts:
+            yield rollouts[member].finish()
+        else:
+            yield member.collector.collect(member.agent)
 
 
-_Group = list[tuple["Member", JointAgent]]
+class _Actor(NamedTuple):
+    """A member whose agent can share calls of its generator."""
+
+    member: Member
+    agent: LLMAlgorithm
+    limits: JointLimits
 
 
-def _joint_groups(members: Sequence[Member]) -> list[_Group]:
+def _joint_groups(members: Sequence[Member]) -> list[list[_Actor]]:
     """Members whose agents can share calls, at least two in each group."""
-    groups: dict[Hashable, _Group] = {}
-    for member in members:
-        if _begins(member, members) and not missing_members(member.agent, JointAgent):
-            agent = cast(JointAgent, member.agent)
-            limits = _limits(agent)
-            if limits is not None:
-                key = type(member.collector), limits.key
-                groups.setdefault(key, []).append((member, agent))
+    groups: dict[Hashable, list[_Actor]] = {}
+    for member in members if len(members) > 1 else ():
+        agent = member.agent
+        if not _acts_by_its_generator(agent) or not _can_begin(member, members):
+            continue
+        limits = agent.generator.joint_limits(agent.sampling_config(), agent.group_size)
+        if limits is not None:
+            key = type(member.collector), limits.key
+            groups.setdefault(key, []).append(_Actor(member, agent, limits))
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _limits(agent: JointAgent) -> JointLimits | None:
-    return agent.generator.joint_limits(agent.sampling_config(training=True), agent.group_size)
+def _acts_by_its_generator(agent: object) -> TypeGuard[LLMAlgorithm]:
+    """Whether an agent's answers are its generator's: not if its class has a way of its own."""
+    if not isinstance(agent, LLMAlgorithm):
+        return False
+    own, plain = type(agent), LLMAlgorithm
+    return (own.get_action, own.rollout) == (plain.get_action, plain.rollout)
 
 
-def _begins(member: Member, members: Sequence[Member]) -> bool:
+def _can_begin(member: Member, members: Sequence[Member]) -> bool:
     """Whether a member's collector can begin the rollouts of all its members before one is over."""
     collector = member.collector
-    if missing_members(collector, JointCollector):
-        return False
     sharing = sum(other.collector is collector for other in members)
-    return sharing <= cast(JointCollector, collector).max_rollouts
+    return is_joint_collector(collector) and collector.can_begin(sharing)
 
 
-def _begin(members: Sequence[Member]) -> dict[int, Rollout]:
-    """The rollouts by id of the member, of all whose collectors can begin them."""
-    able = [member for member in members if _begins(member, members)]
-    rollouts: dict[int, Rollout] = {}
+def _begin(members: Sequence[Member]) -> dict[Member, Rollout]:
+    """The rollouts of all whose collectors can begin them."""
+    able = [member for member in members if _can_begin(member, members)]
+    rollouts: dict[Member, Rollout] = {}
     for collector in {id(member.collector): member.collector for member in able}.values():
+        assert is_joint_collector(collector)
         sharing = [member for member in able if member.collector is collector]
-        begun = cast(JointCollector, collector).begin([member.agent for member in sharing])
-        rollouts |= {id(member): made for member, made in zip(sharing, begun, strict=True)}
+        begun = collector.begin([member.agent for member in sharing])
+        rollouts.update(zip(sharing, begun, strict=True))
     return rollouts
 
 
-def _that_fit(group: _Group, rollouts: Mapping[int, Rollout]) -> Iterator[_Group]:
+def _that_fit(
+    group: Sequence[_Actor], rollouts: Mapping[Member, Rollout]
+) -> Iterator[list[_Actor]]:
     """The group in parts whose completions may be generated at a time."""
-    part: _Group = []
+    part: list[_Actor] = []
     rows, max_rows = 0, math.inf
-    for member, agent in group:
-        rollout, limits = rollouts[id(member)], _limits(agent)
-        assert limits is not None
-        own_rows = len(rollout.prompts) * (1 if rollout.several_turns else agent.group_size)
-        own_max = math.inf if limits.max_rows is None else limits.max_rows
+    for actor in group:
+        rollout, own_max = rollouts[actor.member], actor.limits.max_rows or math.inf
+        own_rows = len(rollout.prompts) * (1 if rollout.several_turns else actor.agent.group_size)
         if part and rows + own_rows > min(max_rows, own_max):
             yield part
             part, rows, max_rows = [], 0, math.inf
-        part.append((member, agent))
+        part.append(actor)
         rows, max_rows = rows + own_rows, min(max_rows, own_max)
     yield part
 
 
-def _roll_out_together(actors: Sequence[tuple[JointAgent, Rollout]]) -> None:
+def _roll_out_together(agents: Sequence[LLMAlgorithm], rollouts: Sequence[Rollout]) -> None:
     """Let agents answer all prompts of their rollouts in common calls."""
-    agents, several_turns = [agent for agent, _ in actors], actors[0][1].several_turns
+    several_turns = rollouts[0].several_turns
     for agent in agents:
         agent.generator.sync(agent.policy)
     joint = agents[0].generator.join([agent.generator for agent in agents[1:]])
     with joint.session() if several_turns else nullcontext():
-        while waiting := {n: rollout for n, (_, rollout) in enumerate(actors) if rollout.prompts}:
+        while waiting := {n: rollout for n, rollout in enumerate(rollouts) if rollout.prompts}:
             started = time.perf_counter()
             requests = {
-                n: agents[n].generation_request(rollout.prompts, True, not several_turns)
+                n: agents[n].generation_request(rollout.prompts, repeat_prompts=not several_turns)
                 for n, rollout in waiting.items()
             }
             completions = joint.generate(requests)
@@ -128,4 +137,4 @@ def _roll_out_together(actors: Sequence[tuple[JointAgent, Rollout]]) -> None:
             for n, rollout in waiting.items():
                 result = agents[n].action_result(requests[n], completions[n])
                 # Its share of the call, by tokens.
-                rollout.answer(result, seconds * tokens[n] / sum(tokens.values()))
+                rollout.answer(result, seconds * tokens[n] / max(1, sum(tokens.values())))

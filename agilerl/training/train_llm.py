@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -182,7 +183,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     Args:
         pop: Agents, with different ``index``; ``steps`` counts turns.
         max_turns: Turns that an episode may have; longer ones are cut off.
-        env_factory: Called once per environment to make it, such as a
+        env_factory: Called once per environment to make it, ``groups_per_iteration`` ×
+            ``group_size`` of them for each agent of ``pop``, such as a
             ``TokenObservationWrapper``. Where its ``max_model_len`` or ``max_output_tokens`` is
             None, it gets the agents'.
         env_config: Keyword arguments of ``env_factory``.
@@ -265,7 +267,10 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         )
         for agent in pop
     ]
-    try:
+    with ExitStack() as closing:
+        closing.callback(make_env.close)
+        for env in envs:
+            closing.callback(env.close)
         # Every agent plays the same seeds in the same order.
         collectors = [
             MultiTurnCollector(
@@ -275,8 +280,4 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         ]
         population = Population(pop, collectors)
         run_training(population, options, make_env.name, max_steps, ranks)
-    finally:
-        for env in envs:
-            env.close()
-        make_env.close()
     return pop

@@ -23,6 +23,7 @@ def run(tmp_path: Path) -> Path:
                     "agent": agent,
                     "parent": PARENTS[n][agent],
                     "fitness": 0.1 * (n + agent),
+                    "scored_hyperparameters": {"lr": 5e-4, "clip_coef": [0.8, 1.1]},
                     "mutation": None,
                     "hyperparameters": {"lr": RATES[n][agent], "clip_coef": [0.8, 1.2 + n]},
                 }
@@ -51,11 +52,11 @@ def test_paths_of_hyperparameters(run: Path) -> None:
     figure = plot_hyperparameters(run, run / "paths.png")
     assert (run / "paths.png").stat().st_size > 1000
     rates, bands = figure.axes
-    paths = [list(path) for path in zip(*RATES, strict=True)]
+    paths = [[5e-4, *path] for path in zip(*RATES, strict=True)]
     assert [list(line.get_ydata()) for line in rates.lines] == paths
-    assert list(rates.lines[0].get_xdata()) == [10, 20, 30]
+    assert list(rates.lines[0].get_xdata()) == [0, 10, 20, 30]
     assert (rates.get_yscale(), bands.get_yscale()) == ("log", "linear")
-    assert list(bands.lines[1].get_ydata()) == [1.2, 2.2, 3.2]
+    assert list(bands.lines[1].get_ydata()) == [1.1, 1.2, 2.2, 3.2]
 
 
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,9 @@ from model_families import FAMILIES, make_family
 from peft import LoraConfig
 
 from agilerl.llm.config import SamplingConfig
-from agilerl.llm.generation import GenerationRequest
+from agilerl.llm.generation import GenerationRequest, mixed_adapters
 from agilerl.llm.generation.hf import HFGenerator
-from agilerl.llm.generation.mixed_adapters import mixing_key
+from agilerl.llm.generation.mixed_adapters import MixedLinear, mixing_key
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase
 from agilerl.testing import tiny_model
@@ -141,30 +143,36 @@ def test_log_probs_are_those_of_one_by_one() -> None:
 
 @pytest.mark.parametrize("session", [False, True])
 def test_turns_continue_the_rows_of_their_own_policy(session: bool) -> None:
-    # The same prompts and, greedily with one adapter, the same completions: only the policy tells
-    # whose keys and values a prompt continues.
+    # After one token of the first turn the rows with keys and values are the prompts, which are
+    # equal: only the policy tells whose they are.
     policies = policies_on(tiny_model(), 3)
-    sampling = sampling_of(greedy=True, max_new_tokens=4)
+    lengths = [1, 4, 4]
+    rng = torch.Generator()
     first, *others = map(HFGenerator, policies)
     joint = first.join(others)
-    rng = torch.Generator()
-    prompts = dict.fromkeys(range(3), prompts_of([6, 6]))
-    alone_prompts = dict(prompts)
+
+    def grown(
+        prompts: list[torch.Tensor], completions: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        rows = zip(prompts, completions, strict=True)
+        return [torch.cat([prompt, made, torch.tensor([30, 31])]) for prompt, made in rows]
+
+    together = dict.fromkeys(range(3), prompts_of([6, 6]))
+    one_by_one = dict(together)
     with joint.session() if session else nullcontext():
-        for turn in range(3):
-            playing = [n for n in prompts if (n, turn) != (1, 2)]  # the second ends a turn earlier
+        for turn, new_tokens in enumerate(lengths):
+            sampling = sampling_of(greedy=True, max_new_tokens=new_tokens)
+            playing = [n for n in together if (n, turn) != (1, 2)]  # one ends a turn earlier
             made = joint.generate(
-                {n: GenerationRequest(prompts[n], 1, sampling, rng) for n in playing}
+                {n: GenerationRequest(together[n], 1, sampling, rng) for n in playing}
             )
-            for n in playing:
-                rows = zip(prompts[n], made[n].token_ids, strict=True)
-                prompts[n] = [torch.cat([*row, torch.tensor([30, 31])]) for row in rows]
+            together |= {n: grown(together[n], made[n].token_ids) for n in playing}
     for n, policy in enumerate(policies):
-        for _ in range(2 if n == 1 else 3):
-            done = HFGenerator(policy).generate(alone_prompts[n], 1, sampling, rng).token_ids
-            rows = zip(alone_prompts[n], done, strict=True)
-            alone_prompts[n] = [torch.cat([*row, torch.tensor([30, 31])]) for row in rows]
-        for mine, theirs in zip(prompts[n], alone_prompts[n], strict=True):
+        for new_tokens in lengths[: 2 if n == 1 else 3]:
+            sampling = sampling_of(greedy=True, max_new_tokens=new_tokens)
+            done = HFGenerator(policy).generate(one_by_one[n], 1, sampling, rng)
+            one_by_one[n] = grown(one_by_one[n], done.token_ids)
+        for mine, theirs in zip(together[n], one_by_one[n], strict=True):
             assert torch.equal(mine, theirs)
 
 
@@ -178,18 +186,58 @@ def test_lower_precision_runs_as_one_by_one() -> None:
     assert sum(a == b for a, b in rows) >= 0.75 * len(rows)
 
 
-def test_no_adapter_can_be_used_within_it_and_the_model_is_as_before_after_it() -> None:
+def test_no_adapter_can_be_used_within_it_and_the_model_is_as_before_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = tiny_model()
     policies = policies_on(model, 2)
     modules = [type(module) for module in model.modules()]
-    first, second = map(HFGenerator, policies)
-    with first.join([second]).session(), pytest.raises(RuntimeError, match=r"agent.rollout\(\)"):
-        policies[1].set_role("actor")
+    generators = first, second = [HFGenerator(policy) for policy in policies]
+    for policy in policies:
+        policy.set_role("actor")  # the last one's adapter is the active one
+    for generator in generators:
+        with first.join([second]).session(), pytest.raises(RuntimeError, match="is under way"):
+            generator.generate(prompts_of([4]), 1, sampling_of(), torch.Generator())
+    for generator in generators:
+        with generator.session(), pytest.raises(RuntimeError, match="is under way"):
+            together(policies, requests_of(2, sampling_of()))
     with pytest.raises(ValueError, match="leaves no room"):
         together(policies, requests_of(2, sampling_of(max_model_len=4)))
     assert [type(module) for module in model.modules()] == modules
+
+    made: list[MixedLinear] = []
+
+    class Failing(MixedLinear):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+            if len(made) == 3:
+                raise MemoryError
+
+    monkeypatch.setattr(mixed_adapters, "MixedLinear", Failing)
+    with pytest.raises(MemoryError):
+        together(policies, requests_of(2, sampling_of()))
+    assert [type(module) for module in model.modules()] == modules
     for policy in policies:
         policy.set_role("actor")
+
+
+def test_a_model_that_cannot_be_probed_is_not_mixed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policies = policies_on(tiny_model(), 2)
+
+    def forward(self: MixedLinear, x: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("no attribute 'in_features'")
+
+    monkeypatch.setattr(MixedLinear, "forward", forward)
+    with caplog.at_level("INFO", logger="agilerl"):
+        assert mixing_key(policies[0]) is None
+    assert "one by one" in caplog.text
+    assert "in_features" in caplog.text
+    # Nor one whose rows come out differently.
+    monkeypatch.setattr(MixedLinear, "forward", lambda self, x: self.base_layer(x))
+    assert mixing_key(policies_on(tiny_model(), 1)[0]) is None
 
 
 def test_limits() -> None:
@@ -210,8 +258,8 @@ def test_limits() -> None:
     assert len({key(one), *others}) == 4
     assert key(dora) is None
     assert key(with_head) is None
-    # As many rows as one policy would hold.
+    # As many rows as one policy may hold; by default fewer on a CPU.
     rows = [
         HFGenerator(one).joint_limits(s, 4) for s in (sampling, replace(sampling, chunk_size=3))
     ]
-    assert [limits.max_rows for limits in rows if limits] == [256, 12]
+    assert [limits.max_rows for limits in rows if limits] == [64, 12]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,9 @@ def test_a_run_with_evolution_is_resumed_exactly(kind: str, schedule: str, tmp_p
     members = [member for each in generations for member in each["members"]]
     assert any(member["parent"] != member["agent"] for member in members)
     assert any(member["mutation"] for member in members)
+    for earlier, later in pairwise(generations):
+        for before, after in zip(earlier["members"], later["members"], strict=True):
+            assert after["scored_hyperparameters"] == before["hyperparameters"]
     names = checkpoints_in(tmp_path / "whole")
     for name in (names[0], names[-2]):
         reseed()

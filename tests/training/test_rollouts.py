@@ -152,6 +152,58 @@ def test_an_environment_that_cannot_look_ahead(pop: list[GRPO], calls: list[int]
     assert calls == [4]
 
 
+def test_a_wrapper_that_changes_prompts_but_not_those_of_upcoming(
+    pop: list[GRPO], calls: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Hinting:
+        """Puts a token before every prompt; delegates the rest."""
+
+        def __init__(self, env: Any) -> None:
+            self.env = env
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.env, name)
+
+        def reset(self) -> Any:
+            return [{**p, "input_ids": p["input_ids"] + 1} for p in self.env.reset()]
+
+    collector = ReasoningCollector(Hinting(make_gym()))
+    assert not collector.can_begin(2)
+    assert "upcoming(1) of Hinting is not the batch" in caplog.text
+
+    class Wrong(Hinting):
+        def reset(self) -> Any:
+            return self.env.reset()
+
+        def upcoming(self, count: int) -> Any:
+            return self.env.upcoming(1) * count
+
+    with pytest.raises(RuntimeError, match="Wrong handed out another batch than upcoming had"):
+        rollouts(pop, [ReasoningCollector(Wrong(make_gym()))] * 4, iterations=1)
+
+
+def test_an_agent_with_a_way_of_its_own_to_act_acts_alone(
+    pop: list[GRPO], calls: list[int]
+) -> None:
+    class Careful(GRPO):
+        def get_action(self, *args: Any, **kwargs: Any) -> Any:
+            asked.append(self.index)
+            return super().get_action(*args, **kwargs)
+
+    asked: list[int] = []
+    pop[1].__class__ = Careful
+    rollouts(pop, shared_gym(4), iterations=1)
+    assert asked == [1]
+    assert sorted(calls) == [1, 3]
+
+
+def test_an_empty_batch_is_refused(pop: list[GRPO]) -> None:
+    gym = FakeGym()
+    gym.rows = 0
+    with pytest.raises(ValueError, match="FakeGym handed out an empty training batch"):
+        rollouts(pop[:1], [ReasoningCollector(gym)], iterations=1)
+
+
 def test_the_time_of_a_call_is_divided(pop: list[GRPO]) -> None:
     experiences = rollouts(pop, shared_gym(4), iterations=1)
     per_token = [each.generation_seconds / each.generated_tokens for each in experiences]

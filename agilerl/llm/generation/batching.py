@@ -12,7 +12,7 @@ from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation import Completions, GenerationRequest, new_token_limit
 from agilerl.llm.generation.decode import BatchCompletions, DecodingLoop, PromptBatch
 from agilerl.llm.generation.kv_cache import CACHE_BLOCK
-from agilerl.llm.generation.prefix_cache import PrefixCache, row_key
+from agilerl.llm.generation.prefix_cache import PrefixCache
 from agilerl.llm.generation.random_numbers import BLOCK, Uniforms
 
 # Sequences of a chunk where its size is not set.
@@ -64,7 +64,7 @@ class RequestBatch:
         start = len(self.rows)
         for given in request.prompts:
             prompt = given.to("cpu", torch.long)
-            place = first.setdefault(row_key(prompt, number), len(self.prompts))
+            place = first.setdefault(prompt.numpy().tobytes(), len(self.prompts))
             self.prompts.append(prompt)
             self.adapters.append(number)
             self.rows_of.append(range(len(self.rows), len(self.rows) + samples))

@@ -40,8 +40,8 @@ class PromptBatch:
     uniforms: Callable[[int], torch.Tensor | None]
     """Block n of the numbers that the rows are drawn with: ``(N, <= BLOCK)`` in [0, 1), or None
     where decoding is greedy."""
-    adapters: Sequence[int] | None = None
-    """The adapter of each prompt, where prompts differ in it."""
+    adapters: Sequence[int]
+    """The adapter of each prompt; of one policy it is 0."""
 
 
 class CachedRows(NamedTuple):
@@ -180,7 +180,7 @@ class DecodingLoop:
         count = len(batch.prompts)
         padded = LeftPadded.of(batch.prompts, self.sampling.pad_token_id, self.device)
         start = cache.get_seq_length()
-        adapters = torch.tensor(batch.adapters or [0] * count, device=self.device)
+        adapters = torch.tensor(batch.adapters, device=self.device)
         self.model.assign(adapters)
         hidden = self.model.hidden(
             padded.ids[:, start:], padded.mask, padded.positions[:, start:], cache

@@ -34,6 +34,10 @@ from agilerl.llm.generation.probe import decoding_support
 from agilerl.llm.generation.stop_sequences import required_tokenizer
 from agilerl.llm.policy import Policy
 
+# Completions of several agents at a time where the size of a chunk is not set. On a CPU more are
+# not faster, but take the memory of their keys and values.
+JOINT_ROWS_ON_CPU = 64
+
 
 class HFGenerator:
     """Generates with a policy's own model, its adapter merged where that is exact.
@@ -102,11 +106,13 @@ class HFGenerator:
             return self.complete({0: request}, self._prefix_cache)[0]
 
     def joint_limits(self, sampling: SamplingConfig, samples_per_prompt: int) -> JointLimits | None:
-        """See :class:`agilerl.llm.generation.Generator`; as many rows as fit one chunk."""
+        """See :class:`agilerl.llm.generation.Generator`; as many rows as one may have at a time."""
         key = mixing_key(self.policy)
         if key is None:
             return None
         rows = chunk_prompts(sampling, samples_per_prompt) * samples_per_prompt
+        if sampling.chunk_size is None and self.policy.device.type == "cpu":
+            rows = JOINT_ROWS_ON_CPU
         same = id(self.policy.base), key, replace(sampling, chunk_size=None)
         return JointLimits(same, rows)
 

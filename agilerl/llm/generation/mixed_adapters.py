@@ -19,6 +19,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
+from agilerl.checks import require
+from agilerl.llm.causal_lm import equal_up_to_rounding
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase
 
@@ -38,27 +40,18 @@ class RowAdapters:
 
     def __init__(self, count: int) -> None:
         self.count, self.rows = count, 0
-        self._gather: torch.Tensor | None = None
-        self._place: torch.Tensor | None = None
+        self._order: torch.Tensor | None = None
+        self._inverse: torch.Tensor | None = None
+        self._counts: list[int] = []
 
     def assign(self, adapters: torch.Tensor) -> None:
         """Choose an adapter for each row: ``(N,)`` long, below ``count``."""
         self.rows = len(adapters)
-        counts = torch.bincount(adapters, minlength=self.count)
-        room = int(counts.max())
-        order = adapters.argsort(stable=True)
-        # Row r of adapter a goes to place a * room + r; places of other adapters' rows stay unused.
-        sorted_adapters = adapters[order]
-        starts = counts.cumsum(0) - counts
-        rank = torch.arange(self.rows, device=adapters.device) - starts[sorted_adapters]
-        place = torch.empty_like(order)
-        place[order] = sorted_adapters * room + rank
-        if room * self.count == self.rows and bool((place == order.sort().values).all()):
-            self._gather = self._place = None  # grouped as they are
-            return
-        self._gather = torch.zeros(self.count * room, dtype=torch.long, device=adapters.device)
-        self._gather[place] = torch.arange(self.rows, device=adapters.device)
-        self._place = place
+        self._counts = torch.bincount(adapters, minlength=self.count).tolist()
+        self._order = self._inverse = None
+        if bool((adapters.diff() < 0).any()):
+            self._order = adapters.argsort(stable=True)
+            self._inverse = self._order.argsort()
 
     def run(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Each row through its adapter.
@@ -71,11 +64,14 @@ class RowAdapters:
         Returns:
             ``(N, T, out)``.
         """
-        tokens = x.shape[1]
-        grouped = x if self._gather is None else x[self._gather]
-        made = grouped.reshape(self.count, -1, x.shape[-1]).bmm(down).bmm(up)
-        made = made.view(-1, tokens, up.shape[-1])
-        return made if self._place is None else made[self._place]
+        x = x if self._order is None else x[self._order]
+        if len(set(self._counts)) == 1:
+            made = x.reshape(self.count, -1, x.shape[-1]).bmm(down).bmm(up)
+            made = made.view(self.rows, -1, up.shape[-1])
+        else:
+            parts = zip(x.split(self._counts), down, up, strict=True)
+            made = torch.cat([part @ first @ second for part, first, second in parts])
+        return made if self._inverse is None else made[self._inverse]
 
 
 class MixedLinear(nn.Module):
@@ -95,21 +91,23 @@ class MixedLinear(nn.Module):
             [layer.lora_B[slot].weight.T * layer.scaling[slot] for slot in slots]
         )
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base's: some models read its dtype."""
+        weight: torch.Tensor = self.base_layer.weight
+        return weight
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``x`` is ``(N, T, in)``.
 
         Raises:
-            RowsNotGivenError: If it is not.
+            ValueError: If it is not, so that its rows are not those of the batch.
         """
         if x.dim() != 3 or len(x) != self._rows.rows:
-            raise RowsNotGivenError(f"a linear layer was given an input of shape {tuple(x.shape)}")
+            raise ValueError(f"a linear layer was given an input of shape {tuple(x.shape)}")
         result: torch.Tensor = self.base_layer(x, *args, **kwargs)
         branch = self._rows.run(x.to(self._down.dtype), self._down, self._up)
         return (result + branch).to(result.dtype)
-
-
-class RowsNotGivenError(ValueError):
-    """A layer's input does not say which row is which, as that of an expert in a mixture."""
 
 
 @contextlib.contextmanager
@@ -120,23 +118,32 @@ def mixed_adapters(policies: Sequence[Policy]) -> Iterator[RowAdapters]:
     They are those of the policies' current roles, as they are when it is entered; ``assign`` of
     what it gives chooses among them. No adapter can be used otherwise meanwhile. Layers keep the
     base's weights and get copies of the adapters, which must be as :func:`mixing_key` says.
+
+    Raises:
+        RuntimeError: If an adapter of the base is rolling out.
     """
     base, rows = policies[0].base, RowAdapters(len(policies))
+    require(
+        not base.in_rollout,
+        "a rollout with an adapter of this base model is under way; leave agent.rollout() first",
+        RuntimeError,
+    )
     slots = [policy.slot(policy.role) for policy in policies]
     assert base.peft is not None
+    # All of them before any is swapped in: this is where memory may run out.
     layers = [
-        (parent, name, child)
+        (parent, name, child, MixedLinear(child, slots, rows))
         for parent in base.peft.get_base_model().modules()
         for name, child in parent.named_children()
         if isinstance(child, LoraLayer) and slots[0] in child.lora_A
     ]
     with base.exclusive(*slots):
-        for parent, name, child in layers:
-            parent._modules[name] = MixedLinear(child, slots, rows)
         try:
+            for parent, name, _, mixed in layers:
+                parent._modules[name] = mixed
             yield rows
         finally:
-            for parent, name, child in layers:
+            for parent, name, child, _ in layers:
                 parent._modules[name] = child
 
 
@@ -145,16 +152,27 @@ def mixing_key(policy: Policy) -> Hashable | None:
 
     What they must have in common are the names and shapes of their adapters' parameters. An adapter
     cannot be mixed if it does more than add a low-rank branch to linear layers, if it targets the
-    head, or if a layer that it targets is not given all rows: that is probed once per base and set
-    of shapes.
+    head, or if the model does not give each layer all rows: that is probed once per base and set of
+    shapes.
     """
     shapes = tuple((name, p.shape) for name, p in policy.parameters(policy.role).items())
+    if policy.base.partition is not None or not _is_plain_lora(policy):
+        return None
     known = _mixable.setdefault(policy.base, {})
     if shapes not in known:
-        known[shapes] = policy.base.partition is None and _is_plain_lora(policy) and _probe(policy)
+        try:
+            known[shapes] = _probe(policy)
+            reason = "its outputs change"
+        except Exception as error:  # noqa: BLE001 - of an unknown architecture: one by one will do
+            known[shapes], reason = False, str(error)
         if not known[shapes]:
             name = type(policy.base.model).__name__
-            logger.info("agents on this %s roll out one by one: adapters cannot be mixed", name)
+            logger.info(
+                "agents on this %s roll out one by one, as their adapters cannot be mixed "
+                "in a batch: %s",
+                name,
+                reason,
+            )
     return shapes if known[shapes] else None
 
 
@@ -175,15 +193,15 @@ def _is_plain_lora(policy: Policy) -> bool:
 
 @torch.no_grad()
 def _probe(policy: Policy) -> bool:
-    """Whether every layer with the adapter is given all rows, one by one."""
+    """Whether rows that run mixed have the hidden states that they have alone."""
     ids = torch.arange(_PROBE_ROWS * _PROBE_TOKENS, device=policy.device).view(_PROBE_ROWS, -1)
+    decoder = policy.base.decoder
     with mixed_adapters([policy, policy]) as rows:
         rows.assign(torch.tensor([0, 1, 0], device=policy.device))
-        try:
-            policy.base.decoder(input_ids=ids, use_cache=False)
-        except RowsNotGivenError:
-            return False
-    return True
+        mixed = decoder(input_ids=ids, use_cache=False).last_hidden_state
+    with policy.as_role(policy.role):
+        alone = decoder(input_ids=ids, use_cache=False).last_hidden_state
+    return equal_up_to_rounding(mixed, alone)
 
 
 def adapters_of(layer: BaseTunerLayer) -> set[str]:
