@@ -152,7 +152,7 @@ class PerturbOrResample:
                 changes.append(set_hyperparameter(agent, name, parameter, parameter.sample(rng)))
             else:
                 changes.append(_step(agent, name, parameter, rng))
-        agent.mut = "; ".join(changes) or None
+        agent.mut = "; ".join(filter(None, changes)) or None
         agent.mutation_hook()
 
 
@@ -165,15 +165,15 @@ def mutate_one(agent: Any, rng: random.Random) -> None:
         agent.mutation_hook()
 
 
-def _step(agent: Any, name: str, parameter: RLParameter, rng: random.Random) -> str:
+def _step(agent: Any, name: str, parameter: RLParameter, rng: random.Random) -> str | None:
     (value,) = agent.attributes((name,)).values()
     return set_hyperparameter(agent, name, parameter, parameter.mutate(magnitude(value), rng))
 
 
-def set_hyperparameter(agent: Any, name: str, parameter: RLParameter, value: float) -> str:
+def set_hyperparameter(agent: Any, name: str, parameter: RLParameter, value: float) -> str | None:
     """Give a hyperparameter a value, or a valid one beside it; returns what was changed, in words.
 
-    A band keeps its proportions. A batch size stays a multiple of the number of processes.
+    None where that is the value it had. A band keeps its proportions. A batch size stays a multiple of the number of processes.
     """
     (old,) = agent.attributes((name,)).values()
     note, processes = "", ranks_of(agent.accelerator).world_size
@@ -181,13 +181,15 @@ def set_hyperparameter(agent: Any, name: str, parameter: RLParameter, value: flo
         value = next_multiple(value, processes, parameter, old)
         note = f" (a multiple of {processes} processes)"
     new = with_magnitude(old, value)
+    if new == old:
+        return None
     agent.argument_table()[name].check(name, new)
     agent.set_attributes({name: new})
     return f"{name} {value_text(old)} -> {value_text(new)}{note}"
 
 
 def value_text(value: Any) -> str:
-    """A hyperparameter as it is shown; of floats four digits."""
+    """A hyperparameter or a fitness as it is shown; of floats four digits."""
     if isinstance(value, tuple | list):
         return f"({', '.join(map(value_text, value))})"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -37,7 +37,7 @@ def plot_family_tree(run: str | Path, file: str | Path | None = None) -> Figure:
         for member in generation["members"]:
             xs.append(column)
             ys.append(row[member["agent"]])
-            fitness.append(member["fitness"])
+            fitness.append(_number(member["fitness"]))
             moved = member["parent"] != member["agent"]
             axes.plot(
                 [column, column + 1],
@@ -111,7 +111,7 @@ def read_generations(run: str | Path) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> float:
-    """A band's upper bound; another hyperparameter as it is."""
+    """A band's upper bound; another value as it is, and NaN where there is none."""
     if isinstance(value, list):
         return float(value[1])
     return math.nan if value is None else float(value)

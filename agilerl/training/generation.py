@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from typing import Any
 
@@ -57,7 +58,7 @@ def next_generation(
                 {
                     "agent": agent.index,
                     "parent": agents[parent].index,
-                    "fitness": scores[place],
+                    "fitness": scores[place] if math.isfinite(scores[place]) else None,
                     "scored_hyperparameters": scored[place],
                     "mutation": agent.mut,
                     "hyperparameters": hyperparameters(agent),

@@ -165,7 +165,7 @@ def test_each_generation_is_printed_as_a_table(
 
 def test_the_table_of_members_with_different_hyperparameters() -> None:
     members = [
-        {"agent": 0, "parent": 1, "fitness": -math.inf, "mutation": "lr 0.0001 -> 0.00012",
+        {"agent": 0, "parent": 1, "fitness": None, "mutation": "lr 0.0001 -> 0.00012",
          "hyperparameters": {"lr": 0.00012, "clip_coef": [0.8, 1.25]}},
         {"agent": 1, "parent": 1, "fitness": 0.5, "mutation": None,
          "hyperparameters": {"lr": 1 / 3}},
@@ -173,7 +173,7 @@ def test_the_table_of_members_with_different_hyperparameters() -> None:
     assert generation_table(2, {"iteration": 7, "members": members}).splitlines() == [
         "Generation 2, after iteration 7",
         "agent  fitness  parent       lr    clip_coef  mutation",
-        "    0     -inf       1  0.00012  (0.8, 1.25)  lr 0.0001 -> 0.00012",
+        "    0        -       1  0.00012  (0.8, 1.25)  lr 0.0001 -> 0.00012",
         "    1      0.5       1   0.3333            -",
     ]
 

@@ -72,6 +72,8 @@ class RLParameter:
     def mutate(self, value: float | None = None, rng: random.Random | None = None) -> float:
         """Shrink or grow by one step, within the limits; an int moves by at least 1.
 
+        At a limit it moves away from it. 0 has nowhere to go by a factor, and stays.
+
         Args:
             value: What to start from. None: the parameter's own ``value``, which becomes the
                 result; where it has none yet, one is drawn between the limits.
@@ -80,7 +82,15 @@ class RLParameter:
         if value is None:
             self.value = self.mutate(self.sample(rng) if self.value is None else self.value, rng)
             return self.value
-        factor = (rng or random).choice((self.shrink_factor, self.grow_factor))
+        factors = [self.shrink_factor, self.grow_factor]
+        factor = (rng or random).choice(factors)
+        moved = self._moved(value, factor)
+        if moved == value:
+            factors.remove(factor)
+            moved = self._moved(value, factors[0])
+        return moved
+
+    def _moved(self, value: float, factor: float) -> float:
         new = value * factor
         if self.dtype is int:
             new = min(int(new), int(value) - 1) if factor < 1 else max(round(new), int(value) + 1)

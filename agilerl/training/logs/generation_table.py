@@ -29,7 +29,7 @@ def generation_table(number: int, generation: Mapping[str, Any]) -> str:
     rows += [
         [
             str(member["agent"]),
-            value_text(member["fitness"]),
+            "-" if member["fitness"] is None else value_text(member["fitness"]),
             str(member["parent"]),
             *(_text(member["hyperparameters"], name) for name in names),
             member["mutation"] or "",
