@@ -173,7 +173,8 @@ def _step(agent: Any, name: str, parameter: RLParameter, rng: random.Random) -> 
 def set_hyperparameter(agent: Any, name: str, parameter: RLParameter, value: float) -> str | None:
     """Give a hyperparameter a value, or a valid one beside it; returns what was changed, in words.
 
-    None where that is the value it had. A band keeps its proportions. A batch size stays a multiple of the number of processes.
+    None where that is the value it had. A band keeps its proportions. A batch size stays a multiple
+    of the number of processes.
     """
     (old,) = agent.attributes((name,)).values()
     note, processes = "", ranks_of(agent.accelerator).world_size

@@ -189,3 +189,15 @@ def test_log_scale_is_uniform_in_the_logarithm() -> None:
     for bad in ({"scale": "square"}, {"scale": "log"}):
         with pytest.raises(ValueError, match="scale"):
             RLParameter(0.0, 1.0, **bad)
+
+
+def test_at_a_limit_a_value_moves_away_and_a_0_that_stays_is_no_mutation(make: Any) -> None:
+    parameters = search(lr=RLParameter(1e-4, 1e-3))
+    for start, end in ((1e-3, 0.8e-3), (1e-4, 1.2e-4)):
+        for seed in range(4):
+            (agent,) = make(lr=start, hp_config=parameters)
+            mutations(rand_seed=seed).mutation([agent])
+            assert agent.lr == pytest.approx(end)
+    (agent,) = make(beta=0.0, hp_config=search(beta=RLParameter(0, 1)))
+    mutations().mutation([agent])
+    assert (agent.beta, agent.mut) == (0, None)

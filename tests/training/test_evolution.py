@@ -178,6 +178,21 @@ def test_the_table_of_members_with_different_hyperparameters() -> None:
     ]
 
 
+def test_a_fitness_that_is_no_number_is_null(tmp_path: Path) -> None:
+    pop = agents()
+    for agent in pop:
+        agent.fitness = [math.nan if agent.index == 1 else 0.5]
+    population = Population(pop, [ReasoningCollector(FakeGym())] * 3)
+    mutation = SCHEDULES["tournament"]()["mutation"]
+    next_generation(population, BestOnly(3, 1, None), mutation, 1, 0)
+    (generation,) = population.generations
+    assert [member["fitness"] for member in generation["members"]] == [0.5, None, 0.5]
+    json.dumps(generation, allow_nan=False)
+    assert generation_table(1, generation).splitlines()[3].split()[:2] == ["1", "-"]
+    for agent in pop:
+        agent.clean_up()
+
+
 def test_the_elite_is_saved_as_it_scored(tmp_path: Path) -> None:
     class Doubling(Mutations):
         def mutate(self, agent: Any, rng: Any) -> None:
