@@ -84,8 +84,8 @@ class RandomPrompts:
 def build_population(workload: Workload, size: int) -> Population:
     """Agents on one base, which share their prompts."""
     from agilerl.algorithms import GRPO
-    from agilerl.training.collectors import ReasoningCollector
     from agilerl.training.population import Population
+    from agilerl.training.reasoning_collector import ReasoningCollector
 
     agents = GRPO.population(
         size,

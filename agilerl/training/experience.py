@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from agilerl.distributed import Ranks
     from agilerl.typing import ExperiencesType
 
+SAMPLES_PER_ITERATION = 4
+"""Completions of an agent that are written to ``completions.jsonl``."""
 SUMMED_METRICS = ("failed_episodes",)
 """Metrics that count something; the others are means over completions."""
 

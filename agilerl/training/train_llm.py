@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 from agilerl.checks import COUNT
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
-from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
 from agilerl.training.environments import EnvironmentFactory, single_turn_environments
 from agilerl.training.logs.sinks import require_trackers
+from agilerl.training.multiturn_collector import MultiTurnCollector
 from agilerl.training.options import TrainingOptions, options_among
 from agilerl.training.population import Population, check_agents
 from agilerl.training.protocols import Agent, SingleTurnEnv
 from agilerl.training.rank_consistency import per_process, training_ranks
+from agilerl.training.reasoning_collector import ReasoningCollector
 from agilerl.training.run import run_training
 from agilerl.typing import MultiTurnEnv
 

@@ -14,9 +14,10 @@ from agilerl.algorithms import GRPO
 from agilerl.llm.generation.hf import HFGenerator
 from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.llm_envs.dataset import TrainingBatchSampler
-from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
 from agilerl.training.experience import Experience
+from agilerl.training.multiturn_collector import MultiTurnCollector
 from agilerl.training.population import Population
+from agilerl.training.reasoning_collector import ReasoningCollector
 from agilerl.training.rollouts import collect
 
 Collectors = Callable[[int], Sequence[Any]]

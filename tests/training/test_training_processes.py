@@ -27,10 +27,11 @@ from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.testing import byte_tokenizer
 from agilerl.training import rank_consistency
 from agilerl.training.checkpoint.saver import Elite
-from agilerl.training.collectors import MultiTurnCollector, ReasoningCollector
+from agilerl.training.multiturn_collector import MultiTurnCollector
 from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Population
 from agilerl.training.protocols import Collector
+from agilerl.training.reasoning_collector import ReasoningCollector
 from agilerl.training.run import run_training
 
 pytestmark = pytest.mark.process
