@@ -18,7 +18,7 @@ from peft import LoraConfig
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation import GenerationRequest, mixed_adapters
 from agilerl.llm.generation.hf import HFGenerator
-from agilerl.llm.generation.mixed_adapters import MixedLinear, mixing_key
+from agilerl.llm.generation.mixed_adapters import MixedLinear, RowAdapters, mixing_key
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase
 from agilerl.testing import tiny_model
@@ -71,6 +71,18 @@ def together(
     first, *others = [HFGenerator(policy) for policy in policies]
     done = first.join(others).generate(requests)
     return {number: [row.tolist() for row in made.token_ids] for number, made in done.items()}
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(1, 3))
+def test_each_row_runs_through_its_adapter(adapters: list[int], tokens: int) -> None:
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(len(adapters), tokens, 5, generator=rng)
+    down, up = torch.randn(4, 5, 2, generator=rng), torch.randn(4, 2, 6, generator=rng)
+    rows = RowAdapters(4)
+    for chosen in (adapters[::-1], adapters):
+        rows.assign(torch.tensor(chosen))
+    expected = torch.stack([row @ down[a] @ up[a] for row, a in zip(x, adapters, strict=True)])
+    torch.testing.assert_close(rows.run(x, down, up), expected)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])

@@ -26,6 +26,8 @@ from agilerl.llm.shared_base import SharedBase
 
 logger = logging.getLogger(__name__)
 
+# Rows that groups padded to one size may have, over those that they hold.
+_MOST_PADDING = 2
 # Different, so that neither is mistaken for the other.
 _PROBE_ROWS, _PROBE_TOKENS = 3, 2
 _mixable: WeakKeyDictionary[SharedBase, dict[Hashable, bool]] = WeakKeyDictionary()
@@ -40,18 +42,32 @@ class RowAdapters:
 
     def __init__(self, count: int) -> None:
         self.count, self.rows = count, 0
-        self._order: torch.Tensor | None = None
-        self._inverse: torch.Tensor | None = None
-        self._counts: list[int] = []
+        # From rows to rows grouped by adapter, and back; None: they are grouped already.
+        self._gather: torch.Tensor | None = None
+        self._place: torch.Tensor | None = None
+        self._sizes: list[int] | None = None
 
     def assign(self, adapters: torch.Tensor) -> None:
         """Choose an adapter for each row: ``(N,)`` long, below ``count``."""
-        self.rows = len(adapters)
-        self._counts = torch.bincount(adapters, minlength=self.count).tolist()
-        self._order = self._inverse = None
-        if bool((adapters.diff() < 0).any()):
-            self._order = adapters.argsort(stable=True)
-            self._inverse = self._order.argsort()
+        rows, counts = len(adapters), torch.bincount(adapters, minlength=self.count)
+        largest = int(counts.max())
+        order = adapters.argsort(stable=True)
+        place = torch.arange(rows, device=adapters.device)
+        grouped = rows
+        if self.count * largest <= _MOST_PADDING * rows:
+            # All groups are as large as the largest: one batched product.
+            self._sizes, grouped = None, self.count * largest
+            starts = counts.cumsum(0) - counts
+            place = adapters[order] * largest + place - starts[adapters[order]]
+        else:
+            self._sizes = counts.tolist()
+        self.rows = rows
+        self._place = torch.empty_like(order)
+        self._place[order] = place
+        self._gather = order.new_zeros(grouped)
+        self._gather[self._place] = torch.arange(rows, device=adapters.device)
+        if grouped == rows and bool((self._place.diff() == 1).all()):
+            self._gather = self._place = None
 
     def run(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Each row through its adapter.
@@ -64,14 +80,15 @@ class RowAdapters:
         Returns:
             ``(N, T, out)``.
         """
-        x = x if self._order is None else x[self._order]
-        if len(set(self._counts)) == 1:
+        tokens = x.shape[1]
+        x = x if self._gather is None else x[self._gather]
+        if self._sizes is None:
             made = x.reshape(self.count, -1, x.shape[-1]).bmm(down).bmm(up)
-            made = made.view(self.rows, -1, up.shape[-1])
+            made = made.view(-1, tokens, up.shape[-1])
         else:
-            parts = zip(x.split(self._counts), down, up, strict=True)
-            made = torch.cat([part @ first @ second for part, first, second in parts])
-        return made if self._inverse is None else made[self._inverse]
+            groups = zip(x.split(self._sizes), down, up, strict=True)
+            made = torch.cat([group @ first @ second for group, first, second in groups])
+        return made if self._place is None else made[self._place]
 
 
 class MixedLinear(nn.Module):
