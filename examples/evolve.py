@@ -121,7 +121,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--report-rows", type=int, default=500, help="other questions, to report")
     parser.add_argument("--output", default="demo_output")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.iterations <= args.evo_steps:
+        parser.error(
+            f"--iterations is {args.iterations}; it must be more than --evo-steps, which is "
+            f"{args.evo_steps}: the last iteration of a run makes no generation"
+        )
+    return args
 
 
 def initial_learning_rates(method: str, seed: int) -> list[float]:
