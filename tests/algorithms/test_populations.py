@@ -131,6 +131,14 @@ def test_bad_population_size(size: Any, error: type[Exception]) -> None:
         GRPO.population(size, actor_network=small_model(), pad_token_id=0, pad_token="p")
 
 
+def test_a_population_says_that_an_integer_needs_its_dtype() -> None:
+    search = HyperparameterConfig(update_epochs=RLParameter(min=1, max=4))
+    with pytest.raises(ValueError, match="update_epochs in hp_config has dtype float"):
+        GRPO.population(
+            2, hp_config=search, actor_network=small_model(), pad_token_id=0, pad_token="p"
+        )
+
+
 def test_a_population_refuses_other_ranges() -> None:
     with pytest.raises(TypeError, match=r"hp_config is .*it must be a HyperparameterConfig"):
         GRPO.population(

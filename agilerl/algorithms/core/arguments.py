@@ -221,6 +221,9 @@ class LLMArguments:
             TypeError,
         )
         arguments = {name: given.get(name, row.default) for name, row in table.items()}
+        # First: values drawn by population are as wrong as the search they are drawn from.
+        table["hp_config"].check("hp_config", arguments["hp_config"])
+        _check_mutable(arguments["hp_config"], table)
         for name, row in table.items():
             row.check(name, arguments[name])
         cls.check_together(arguments)
@@ -256,10 +259,10 @@ class LLMArguments:
                 )
 
 
-def _check_hp_config(arguments: Mapping[str, Any], table: Mapping[str, Argument]) -> None:
-    """Refuse what cannot be mutated, and limits that an argument's own rule refuses."""
+def _check_mutable(search: HyperparameterConfig | None, table: Mapping[str, Argument]) -> None:
+    """Refuse what cannot be mutated, and an integer that would be mutated to a float."""
     mutable = [name for name, row in table.items() if row.mutable]
-    for name, parameter in (arguments["hp_config"] or HyperparameterConfig()).items():
+    for name, parameter in (search or HyperparameterConfig()).items():
         require(
             name in mutable,
             f"hp_config names {name!r}, which is no hyperparameter that can be mutated; it must be "
@@ -271,6 +274,11 @@ def _check_hp_config(arguments: Mapping[str, Any], table: Mapping[str, Argument]
             f"{name} in hp_config has dtype float, but is an integer; pass "
             "RLParameter(..., dtype=int)",
         )
+
+
+def _check_hp_config(arguments: Mapping[str, Any], table: Mapping[str, Argument]) -> None:
+    """Refuse limits that an argument's own rule refuses."""
+    for name, parameter in (arguments["hp_config"] or HyperparameterConfig()).items():
         value, limit_name = arguments[name], f"limit of {name} in hp_config"
         require(
             isinstance(value, Real | tuple | list),
