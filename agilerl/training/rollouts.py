@@ -36,8 +36,9 @@ def collect(members: Sequence[Member]) -> Iterator[Experience]:
     prompts are completed in one call: the same completions as one by one, beyond rounding. Then all
     members act before the first one's completions are scored.
     """
-    groups = _joint_groups(members)
-    rollouts = _begin(members) if groups else {}
+    able = _able_to_begin(members) if len(members) > 1 else []
+    groups = _joint_groups(able)
+    rollouts = _begin(able) if groups else {}
     parts = [part for group in groups for part in _that_fit(group, rollouts) if len(part) > 1]
     for part in parts:
         _roll_out_together([actor.agent for actor in part], [rollouts[a.member] for a in part])
@@ -63,9 +64,9 @@ class _Actor(NamedTuple):
 def _joint_groups(members: Sequence[Member]) -> list[list[_Actor]]:
     """Members whose agents can share calls, at least two in each group."""
     groups: dict[Hashable, list[_Actor]] = {}
-    for member in members if len(members) > 1 else ():
+    for member in members:
         agent = member.agent
-        if not _acts_by_its_generator(agent) or not _can_begin(member, members):
+        if not _acts_by_its_generator(agent):
             continue
         limits = agent.generator.joint_limits(agent.sampling_config(), agent.group_size)
         if limits is not None:
@@ -82,23 +83,33 @@ def _acts_by_its_generator(agent: object) -> TypeGuard[LLMAlgorithm]:
     return (own.get_action, own.rollout) == (plain.get_action, plain.rollout)
 
 
-def _can_begin(member: Member, members: Sequence[Member]) -> bool:
-    """Whether a member's collector can begin the rollouts of all its members before one is over."""
-    collector = member.collector
-    sharing = sum(other.collector is collector for other in members)
-    return is_joint_collector(collector) and collector.can_begin(sharing)
+def _able_to_begin(members: Sequence[Member]) -> list[Member]:
+    """Those whose collectors can begin the rollouts of all their members before one is over."""
+    able: set[Member] = set()
+    for sharing in _by_collector(members):
+        collector = sharing[0].collector
+        if is_joint_collector(collector) and collector.can_begin(len(sharing)):
+            able.update(sharing)
+    return [member for member in members if member in able]
 
 
 def _begin(members: Sequence[Member]) -> dict[Member, Rollout]:
-    """The rollouts of all whose collectors can begin them."""
-    able = [member for member in members if _can_begin(member, members)]
+    """The rollouts of members that are able to begin them."""
     rollouts: dict[Member, Rollout] = {}
-    for collector in {id(member.collector): member.collector for member in able}.values():
+    for sharing in _by_collector(members):
+        collector = sharing[0].collector
         assert is_joint_collector(collector)
-        sharing = [member for member in able if member.collector is collector]
         begun = collector.begin([member.agent for member in sharing])
         rollouts.update(zip(sharing, begun, strict=True))
     return rollouts
+
+
+def _by_collector(members: Sequence[Member]) -> list[list[Member]]:
+    """Members that share a collector, in their order."""
+    sharing: dict[int, list[Member]] = {}
+    for member in members:
+        sharing.setdefault(id(member.collector), []).append(member)
+    return list(sharing.values())
 
 
 def _that_fit(
