@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from measure import MemoryPeak
 from report import run_workloads
-from workloads import WORKLOADS, Workload, build_model, lora_config, reward, step_prompts
+from workloads import WORKLOADS, Workload, agent_arguments, build_model, reward, step_prompts
 
 if TYPE_CHECKING:
     import torch
@@ -92,20 +92,7 @@ def build_population(workload: Workload, size: int) -> Population:
         actor_network=build_model(workload),
         pad_token_id=0,
         pad_token="<pad>",
-        lora_config=lora_config(workload),
-        batch_size=workload.sequences,
-        micro_batch_size_per_gpu=workload.micro_batch_size,
-        group_size=workload.group_size,
-        beta=workload.beta,
-        lr=workload.lr,
-        max_grad_norm=workload.max_grad_norm,
-        max_output_tokens=workload.new_tokens,
-        min_output_tokens=workload.new_tokens,
-        max_model_len=workload.max_model_len,
-        temperature=workload.temperature,
-        top_p=workload.top_p,
-        top_k=workload.top_k,
-        gradient_checkpointing=False,
+        **agent_arguments(workload),
     )
     return Population(agents, [ReasoningCollector(RandomPrompts(workload))] * size)
 

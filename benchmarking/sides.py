@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from measure import MemoryPeak, StepTimer
-from workloads import Workload, build_model, lora_config, reward, step_prompts
+from workloads import Workload, agent_arguments, build_model, lora_config, reward, step_prompts
 
 
 def run_side(
@@ -44,20 +44,7 @@ def run_agilerl(connection: Connection, workload: Workload, steps: int) -> None:
         actor_network=model,
         pad_token_id=tokenizer.pad_token_id,
         pad_token=tokenizer.pad_token,
-        lora_config=lora_config(workload),
-        batch_size=workload.sequences,
-        micro_batch_size_per_gpu=workload.micro_batch_size,
-        group_size=workload.group_size,
-        beta=workload.beta,
-        lr=workload.lr,
-        max_grad_norm=workload.max_grad_norm,
-        max_output_tokens=workload.new_tokens,
-        min_output_tokens=workload.new_tokens,
-        max_model_len=workload.max_model_len,
-        temperature=workload.temperature,
-        top_p=workload.top_p,
-        top_k=workload.top_k,
-        gradient_checkpointing=False,
+        **agent_arguments(workload),
         seed=workload.seed,
     )
     connection.send({"ready": True})

@@ -6,7 +6,7 @@ import random
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -91,6 +91,26 @@ def lora_config(workload: Workload) -> LoraConfig:
         target_modules=LINEAR_LAYERS,
         task_type="CAUSAL_LM",
     )
+
+
+def agent_arguments(workload: Workload) -> dict[str, Any]:
+    """The arguments of this library's agents, but for model, padding and seed."""
+    return {
+        "lora_config": lora_config(workload),
+        "batch_size": workload.sequences,
+        "micro_batch_size_per_gpu": workload.micro_batch_size,
+        "group_size": workload.group_size,
+        "beta": workload.beta,
+        "lr": workload.lr,
+        "max_grad_norm": workload.max_grad_norm,
+        "max_output_tokens": workload.new_tokens,
+        "min_output_tokens": workload.new_tokens,
+        "max_model_len": workload.max_model_len,
+        "temperature": workload.temperature,
+        "top_p": workload.top_p,
+        "top_k": workload.top_k,
+        "gradient_checkpointing": False,
+    }
 
 
 def step_prompts(workload: Workload, step: int) -> list[str]:
