@@ -11,6 +11,7 @@ import torch
 from agilerl.algorithms.core.grpo_arguments import GRPOArguments
 from agilerl.algorithms.core.learn_inputs import (
     add_sampling_logps,
+    check_sample_mask,
     check_trajectory_ids,
     shape_rewards,
 )
@@ -32,7 +33,7 @@ from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.losses import policy_objective
 from agilerl.llm.metrics import batch_metrics
 from agilerl.llm.update import run_update
-from agilerl.typing import ExperiencesType, TensorRows
+from agilerl.typing import ExperiencesType
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -225,6 +226,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         sampling_logps: Sequence[torch.Tensor | None] | None = None,
         *,
         trajectory_ids: Sequence[int] | torch.Tensor | None = None,
+        sample_mask: torch.Tensor | Sequence[Any] | None = None,
     ) -> dict[str, float]:
         """Update the actor on whole groups of completions.
 
@@ -240,6 +242,10 @@ class GRPO(GRPOArguments, LLMAlgorithm):
                 order of ``rewards``: an episode whose window slid gives several rows. They share
                 the trajectory's advantage, and "sequence" means count the trajectory once; a
                 ratio at "trajectory" level is pooled over a row. None: one row each.
+            sample_mask: Bool, ``(P, G)`` or flat, one of each trajectory: False leaves it out, as
+                if its rows were not in the batch, of its group's mean and std too. Its reward may
+                be anything. A group with fewer than two left has no advantages; if all are left
+                out, on all processes, the weights stay, and a warning says so. None: all count.
 
         Returns:
             ``mean_loss``, ``mean_kl`` (nan with ``beta=0``, which spares the reference pass),
@@ -254,6 +260,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             were run: with ``beta=0`` those whose advantage is not zero.
 
         Raises:
+            TypeError: If ``sample_mask`` is not of True and False.
             ValueError: If shapes disagree, groups are incomplete, or a reward is not finite.
             RuntimeError: Within :meth:`rollout`; or if there are several processes, and the agent
                 is not wrapped.
@@ -275,11 +282,14 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             RuntimeError,
         )
         ranks = self.engine.ranks
-        batch = self._batch(
-            completion_ids, action_masks, turn_ids, sampling_logps, trajectory_ids
-        ).to(self.policy.device)
+        may_lack_actions = ranks.world_size > 1 or sample_mask is not None
+        batch = make_batch(
+            completion_ids, action_masks, turn_ids, may_lack_actions=may_lack_actions
+        )
+        batch = self._with_rows(batch, sampling_logps, trajectory_ids).to(self.policy.device)
         trajectories = int(batch.trajectory_of_row.max()) + 1
-        returns = shape_rewards(rewards, trajectories, self.group_size).to(batch.device)
+        kept = check_sample_mask(sample_mask, trajectories, self.group_size).to(batch.device)
+        returns = shape_rewards(rewards, trajectories, self.group_size, kept).to(batch.device)
         advantages, loss_mask = compute_advantages(
             returns,
             batch.action_mask,
@@ -287,8 +297,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             batch.turn_ids,
             batch.trajectory_ids,
             ranks,
+            kept,
         )
-        batch = replace(batch, advantages=advantages, loss_mask=loss_mask)
+        batch = replace(batch, advantages=advantages, loss_mask=loss_mask).of_trajectories(kept)
 
         self.engine.set_lr(list(self.learning_rates().values()))
         metrics = run_update(
@@ -302,7 +313,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             self.skipped_steps,
         )
         self.engine.advance_schedule()
-        equal_groups = zero_variance_groups(returns, self.group_size)
+        equal_groups = zero_variance_groups(returns, self.group_size, kept)
         return {**metrics.result(), **batch_metrics(batch, equal_groups, ranks)}
 
     def sampling_config(self, training: bool = True) -> SamplingConfig:
@@ -314,25 +325,19 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         correct = self.vllm_importance_sampling_correction and self.generator.differs_from_trainer
         return replace(super().sampling_config(training), return_logps=training and correct)
 
-    def _batch(
+    def _with_rows(
         self,
-        completion_ids: TensorRows,
-        action_masks: TensorRows,
-        turn_ids: TensorRows | None,
+        batch: TrainBatch,
         sampling_logps: Sequence[torch.Tensor | None] | None,
         trajectory_ids: Sequence[int] | torch.Tensor | None,
     ) -> TrainBatch:
-        """What :meth:`learn` is given, but for the rewards; see there."""
-        ranks = self.engine.ranks
-        batch = make_batch(
-            completion_ids, action_masks, turn_ids, may_lack_actions=ranks.world_size > 1
-        )
+        """The batch with what :meth:`learn` is given per row; see there."""
         if trajectory_ids is not None:
             batch = replace(batch, trajectory_ids=check_trajectory_ids(trajectory_ids, len(batch)))
         if self.vllm_importance_sampling_correction:
             rows = [None] * len(batch) if sampling_logps is None else sampling_logps
             # Where the sampler of any rank reported some, all ranks correct, others by a weight of
             # 1: the means of the weights are over all rows.
-            if any(ranks.gather(any(row is not None for row in rows))):
+            if any(self.engine.ranks.gather(any(row is not None for row in rows))):
                 batch = add_sampling_logps(batch, rows)
         return batch

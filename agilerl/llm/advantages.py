@@ -22,7 +22,10 @@ EQUAL_RTOL = 4 * torch.finfo(torch.float32).eps
 
 
 def group_relative(
-    rewards: torch.Tensor, group_size: int, norm: AdvNorm = "mean_std"
+    rewards: torch.Tensor,
+    group_size: int,
+    norm: AdvNorm = "mean_std",
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Centre (and scale) the returns of each contiguous group on the group's mean (and std).
 
@@ -31,17 +34,23 @@ def group_relative(
             whose sums are the returns.
         group_size: Members per group.
         norm: ``"mean_std"`` divides by ``std + 1e-8`` (unbiased std), ``"mean_only"`` does not.
+        kept: ``(N,)`` bool: the members that count, all if None; their rewards are finite.
 
     Returns:
-        ``(N,)`` advantages, exactly 0 in a group whose returns are equal up to rounding.
+        ``(N,)`` advantages, exactly 0 in a group whose returns are equal up to rounding, in one
+        with fewer than two members that count, and for members that do not.
     """
     returns, magnitude = _returns(rewards)
-    played = torch.ones_like(returns, dtype=torch.bool)
+    played = torch.ones_like(returns, dtype=torch.bool) if kept is None else kept
     return _in_groups(returns, magnitude, played, group_size, norm).to(_result_dtype(rewards))
 
 
 def group_relative_per_turn(
-    rewards: torch.Tensor, played: torch.Tensor, group_size: int, norm: AdvNorm = "mean_std"
+    rewards: torch.Tensor,
+    played: torch.Tensor,
+    group_size: int,
+    norm: AdvNorm = "mean_std",
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Group-relative advantage of every turn over the members that played it.
 
@@ -50,28 +59,46 @@ def group_relative_per_turn(
         played: ``(N, U)`` bool.
         group_size: Members per group.
         norm: As in :func:`group_relative`.
+        kept: As there.
 
     Returns:
         ``(N, U)``; a turn that fewer than two members of the group reached takes the
         trajectory's advantage.
     """
+    if kept is not None:
+        played = played & kept[:, None]
     exact = rewards.to(torch.float64)
     columns = [
         _in_groups(exact[:, u], exact[:, u].abs(), played[:, u], group_size, norm)
         for u in range(rewards.shape[1])
     ]
     per_turn = torch.stack(columns, dim=1).to(_result_dtype(rewards))
-    trajectory = group_relative(rewards, group_size, norm)
+    trajectory = group_relative(rewards, group_size, norm, kept)
     players = (
         played.view(-1, group_size, rewards.shape[1]).sum(1).repeat_interleave(group_size, dim=0)
     )
     return torch.where(players >= 2, per_turn, trajectory[:, None]) * played
 
 
-def zero_variance_groups(rewards: torch.Tensor, group_size: int) -> int:
-    """Count the groups of ``(N,)`` or ``(N, U)`` rewards whose returns are equal up to rounding."""
-    returns, magnitude = (values.view(-1, group_size) for values in _returns(rewards))
-    return int(_equal(returns.amax(1) - returns.amin(1), magnitude.amax(1)).sum())
+def zero_variance_groups(
+    rewards: torch.Tensor, group_size: int, kept: torch.Tensor | None = None
+) -> int:
+    """Count the groups of ``(N,)`` or ``(N, U)`` rewards whose returns are equal up to rounding.
+
+    Those with fewer than two members that count (``kept``, ``(N,)`` bool) are none of them.
+    """
+    returns, magnitude = _returns(rewards)
+    member = (torch.ones_like(returns, dtype=torch.bool) if kept is None else kept).view(
+        -1, group_size
+    )
+    spread, largest = _spread(returns.view(-1, group_size), magnitude.view(-1, group_size), member)
+    return int((_equal(spread, largest) & (member.sum(1, keepdim=True) > 1)).sum())
+
+
+def comparable(kept: torch.Tensor, group_size: int) -> torch.Tensor:
+    """``(N,)`` bool: those of ``kept`` whose group has another one."""
+    groups = kept.view(-1, group_size)
+    return (groups & (groups.sum(1, keepdim=True) > 1)).reshape(-1)
 
 
 def compute_advantages(
@@ -81,6 +108,7 @@ def compute_advantages(
     turn_ids: torch.Tensor | None = None,
     trajectory_ids: torch.Tensor | None = None,
     ranks: Ranks | None = None,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn the rewards of a batch into per-token advantages.
 
@@ -99,10 +127,14 @@ def compute_advantages(
         trajectory_ids: ``(B,)`` long, the trajectory that each row belongs to; None: N = B, one row
             each.
         ranks: The processes whose batches make one; whitening is over all of them. None: this one.
+        kept: ``(N,)`` bool: the trajectories that count, all if None. Others are in no mean and no
+            std, and are not trained. A group with fewer than two left has the advantage 0, and is
+            not whitened.
 
     Returns:
         ``(B, S)`` advantages, float32 (float64 for float64 rewards), 0 where they are not trained;
-        and the ``(B, S)`` bool mask of the actions that are: all, or those that are not filtered.
+        and the ``(B, S)`` bool mask of the actions that are: of the trajectories that count all, or
+        those that are not filtered.
 
     Raises:
         ValueError: If the batch does not consist of whole groups, or a turn has no reward.
@@ -114,6 +146,8 @@ def compute_advantages(
     )
     if trajectory_ids is None:
         trajectory_ids = torch.arange(len(action_mask), device=action_mask.device)
+    if kept is None:
+        kept = torch.ones(len(rewards), dtype=torch.bool, device=action_mask.device)
     per_turn = config.granularity == "turn"
     if per_turn and (turn_ids is None or rewards.dim() == 1):
         warn_once(
@@ -123,17 +157,18 @@ def compute_advantages(
         )
     if per_turn and turn_ids is not None and rewards.dim() == 2:
         turns = torch.where(action_mask, turn_ids, -1)
-        advantages = _scatter_turns(rewards, turns, trajectory_ids, config)
+        advantages = _scatter_turns(rewards, turns, trajectory_ids, config, kept)
     else:
-        per_trajectory = group_relative(rewards, config.group_size, config.norm)
+        per_trajectory = group_relative(rewards, config.group_size, config.norm, kept)
         advantages = per_trajectory[trajectory_ids][:, None].expand(action_mask.shape)
 
-    loss_mask = action_mask
+    loss_mask = action_mask & kept[trajectory_ids][:, None]
     if config.filter_zero:
         loss_mask = loss_mask & (advantages.abs() > config.filter_eps)
     advantages = torch.where(loss_mask, advantages, 0.0)
     if config.whiten:
-        advantages = _whiten(advantages, loss_mask, ranks or Ranks())
+        compared = comparable(kept, config.group_size)[trajectory_ids][:, None]
+        advantages = _whiten(advantages, loss_mask & compared, ranks or Ranks())
     if config.clip_range is not None:
         advantages = advantages.clamp(-config.clip_range, config.clip_range)
     return advantages, loss_mask
@@ -161,14 +196,21 @@ def _in_groups(
     count = member.sum(1, keepdim=True)
     centred = torch.where(member, groups, 0.0)
     centred = torch.where(member, groups - centred.sum(1, keepdim=True) / count.clamp(min=1), 0.0)
-    high = groups.masked_fill(~member, -torch.inf).amax(1, keepdim=True)
-    low = groups.masked_fill(~member, torch.inf).amin(1, keepdim=True)
-    largest = torch.where(member, magnitude.view(-1, group_size), 0.0).amax(1, keepdim=True)
+    spread, largest = _spread(groups, magnitude.view(-1, group_size), member)
     advantages = centred
     if norm == "mean_std":
         std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
         advantages = centred / (std + STD_EPS)
-    return torch.where(_equal(high - low, largest) | (count < 2), 0.0, advantages).reshape(-1)
+    return torch.where(_equal(spread, largest) | (count < 2), 0.0, advantages).reshape(-1)
+
+
+def _spread(
+    groups: torch.Tensor, magnitude: torch.Tensor, member: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(P, 1)`` range and largest magnitude of the members of ``(P, G)`` groups."""
+    high = groups.masked_fill(~member, -torch.inf).amax(1, keepdim=True)
+    low = groups.masked_fill(~member, torch.inf).amin(1, keepdim=True)
+    return high - low, torch.where(member, magnitude, 0.0).amax(1, keepdim=True)
 
 
 def _equal(spread: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
@@ -180,6 +222,7 @@ def _scatter_turns(
     turns: torch.Tensor,
     trajectory_ids: torch.Tensor,
     config: AdvantageConfig,
+    kept: torch.Tensor,
 ) -> torch.Tensor:
     """Per-turn advantages of ``(N, U)`` rewards spread over the tokens of ``(B, S)`` turns."""
     require(
@@ -191,7 +234,9 @@ def _scatter_turns(
     played = torch.zeros(rewards.shape[0], rewards.shape[1] + 1, dtype=torch.bool).to(turns.device)
     played[trajectory_ids[:, None].expand_as(turns), turns] = True
     played = played[:, :-1]
-    per_turn = group_relative_per_turn(rewards * played, played, config.group_size, config.norm)
+    per_turn = group_relative_per_turn(
+        rewards * played, played, config.group_size, config.norm, kept
+    )
     return per_turn[trajectory_ids].gather(1, turns.clamp(min=0))
 
 

@@ -95,6 +95,27 @@ class TrainBatch:
 
         return self._map(trimmed)
 
+    def of_trajectories(self, kept: torch.Tensor) -> TrainBatch:
+        """The rows of some trajectories, which are numbered anew.
+
+        Args:
+            kept: ``(N,)`` bool, one of each trajectory. If none is kept, the batch is one row
+                without actions, as every rank needs a row.
+        """
+        if bool(kept.all()):
+            return self
+        rows = kept[self.trajectory_of_row].nonzero().squeeze(1)
+        batch = self.select(rows if len(rows) else self.shortest_row)
+        if not len(rows):
+            nothing = torch.zeros_like(batch.action_mask)
+            batch = replace(batch, action_mask=nothing, loss_mask=nothing)
+        trajectories = batch.trajectory_ids
+        return replace(
+            batch,
+            prompt_index=_counted(batch.prompt_index),
+            trajectory_ids=None if trajectories is None else _counted(trajectories),
+        )
+
     def to(self, device: torch.device | str) -> TrainBatch:
         """The same batch on another device."""
         return self._map(lambda tensor: tensor.to(device))
@@ -106,6 +127,11 @@ class TrainBatch:
             if (value := getattr(self, field.name)) is not None
         }
         return replace(self, **{name: function(value) for name, value in filled.items()})
+
+
+def _counted(numbers: torch.Tensor) -> torch.Tensor:
+    """The same numbers without gaps: 0 for the smallest, and so on."""
+    return numbers.unique(return_inverse=True)[1]
 
 
 def stack_rows(

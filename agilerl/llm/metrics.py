@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ import torch
 from agilerl.distributed import Ranks, mean_and_std
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.losses import LossTerms
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -82,15 +85,23 @@ class UpdateMetrics:
 def batch_metrics(
     batch: TrainBatch, zero_variance_groups: int, ranks: Ranks
 ) -> Mapping[str, float]:
-    """What is known of all ranks' batches without a forward; lengths in generated tokens."""
+    """What is known of all ranks' batches without a forward; lengths in generated tokens.
+
+    It is over the rows with an action; if no rank has any, a warning says that nothing was trained.
+    """
     assert batch.advantages is not None
     count, mean, std = mean_and_std(batch.advantages[batch.loss_mask], ranks)
-    own = torch.tensor([float(batch.action_mask.sum()), len(batch), zero_variance_groups])
+    with_action = int(batch.action_mask.any(1).sum())
+    own = torch.tensor([float(batch.action_mask.sum()), with_action, zero_variance_groups])
     tokens, rows, equal_groups = ranks.sum(own.double()).tolist()
+    if not rows and ranks.rank == 0:
+        logger.warning(
+            "update skipped: sample_mask leaves out every trajectory that has a generated token"
+        )
     return {
         "advantage_mean": mean,
         "advantage_std": std if count > 1 else 0.0,
-        "completion_length": tokens / rows,
+        "completion_length": tokens / rows if rows else math.nan,
         "zero_variance_groups": equal_groups,
     }
 

@@ -65,6 +65,7 @@ class Agent(Protocol):
         sampling_logps: Any = None,
         *,
         trajectory_ids: Any = None,
+        sample_mask: Any = None,
     ) -> dict[str, float]: ...
 
     def test(self, env: Any) -> np.ndarray: ...

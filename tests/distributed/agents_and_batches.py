@@ -41,6 +41,8 @@ CREDIT = {
     "whiten_advantages": True,
     "loss_reduction": "token",
 }
+# The trajectories that ``sample_mask`` keeps: some of one prompt, one and all of the others.
+LEFT = torch.tensor([[True, False, True, True], [False, False, True, False], [True] * GROUP])
 COSINE = CosineLRScheduleConfig(num_epochs=10, warmup_proportion=0.3)
 
 
@@ -69,13 +71,14 @@ class Data:
     def experiences(self) -> tuple[Any, Any, Any]:
         return self.ids, self.masks, self.rewards.sum(-1)
 
-    def learned_by(self, agent: GRPO, *, per_turn: bool = False) -> dict[str, float]:
+    def learned_by(self, agent: GRPO, *, per_turn: bool = False, **extra: Any) -> dict[str, float]:
         if not per_turn:
-            return agent.learn(self.experiences())
+            return agent.learn(self.experiences(), **extra)
         width = max(turns.shape[1] for turns in self.turns)
         pad = torch.nn.functional.pad
         turns = torch.cat([pad(t, (0, width - t.shape[1]), value=-1) for t in self.turns])
-        return agent.learn((self.ids, self.masks, self.rewards.flatten(0, 1)), turn_ids=turns)
+        experiences = self.ids, self.masks, self.rewards.flatten(0, 1)
+        return agent.learn(experiences, turn_ids=turns, **extra)
 
 
 def data(seed: int = 0) -> Data:

@@ -42,6 +42,7 @@ SOME_CASES = {
     "zero3": [
         "one_step_grpo",
         "no_actions_on_rank_0",
+        "all_left_out_on_rank_0",
         "mini_batches",
         "ten_steps",
         "non_finite",

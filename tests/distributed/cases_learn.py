@@ -15,6 +15,7 @@ import torch
 from agents_and_batches import (
     COSINE,
     CREDIT,
+    LEFT,
     PROMPTS_OF_RANK,
     TOKENIZER,
     data,
@@ -110,6 +111,33 @@ def nothing_to_learn_anywhere(accelerator: Any) -> dict[str, Any]:
     before = weights(agent)
     metrics = part.learned_by(agent)
     return {"weights": weights(agent), "before": before, "metrics": metrics}
+
+
+@case
+def some_left_out(accelerator: Any) -> dict[str, Any]:
+    """Other ones on each rank; once more with turn credit and whitening."""
+    mask = LEFT[PROMPTS_OF_RANK[accelerator.process_index]]
+    agent, credit = make_agent(accelerator), make_agent(accelerator, **CREDIT)
+    part = mine(accelerator)
+    part.rewards[~mask] = math.nan
+    first = found(agent, part.learned_by(agent, sample_mask=mask))
+    return {
+        "plain": first,
+        "credit": found(credit, part.learned_by(credit, per_turn=True, sample_mask=mask)),
+    }
+
+
+@case
+def all_left_out_on_rank_0(accelerator: Any) -> dict[str, Any]:
+    """Then on both ranks, which is no step."""
+    agent = make_agent(accelerator)
+    part = mine(accelerator)
+    mask = torch.full((len(part.ids), 4), accelerator.process_index == 1)
+    result = found(agent, part.learned_by(agent, sample_mask=mask))
+    idle = make_agent(accelerator)
+    before = weights(idle)
+    metrics = part.learned_by(idle, sample_mask=mask & False)
+    return result | {"idle": torch.equal(before, weights(idle)), "idle_metrics": metrics}
 
 
 @case

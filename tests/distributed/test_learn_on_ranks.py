@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agents_and_batches import COSINE, CREDIT, Data, data, make_agent, moments, weights
+from agents_and_batches import COSINE, CREDIT, LEFT, Data, data, make_agent, moments, weights
 from case_settings import each_setting
 from cases_learn import mutate, parameters_of_two_groups, step_two_groups, update_with
 
@@ -29,10 +29,12 @@ Ranks = list[dict[str, Any]]
 TOLERANCE = 1e-6
 
 
-def assert_same(ranks: Ranks, agent: GRPO, metrics: dict[str, float] | None) -> None:
+def assert_same(
+    ranks: Ranks, agent: GRPO, metrics: dict[str, float] | None, atol: float = TOLERANCE
+) -> None:
     """Both ranks hold the agent's weights and moments, and report its metrics."""
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
-    torch.testing.assert_close(ranks[0]["weights"], weights(agent), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(ranks[0]["weights"], weights(agent), atol=atol, rtol=0)
     torch.testing.assert_close(ranks[0]["moments"], moments(agent), atol=TOLERANCE, rtol=1e-4)
     if metrics is None:
         return
@@ -92,6 +94,28 @@ def test_nothing_to_learn_anywhere_is_no_step(ranks: Ranks) -> None:
     for rank in ranks:
         assert torch.equal(rank["weights"], rank["before"])
         assert rank["metrics"]["mean_loss"] == rank["metrics"]["grad_norm"] == 0.0
+
+
+@each_setting("some_left_out")
+def test_what_ranks_leave_out_is_left_out_of_the_whole_batch(ranks: Ranks) -> None:
+    plain, credit = make_agent(), make_agent(**CREDIT)
+    metrics = data().learned_by(plain, sample_mask=LEFT)
+    # AdamW's first step divides a gradient by itself, which makes much of the rounding of small
+    # ones; the moments are compared as closely as elsewhere.
+    assert_same([rank["plain"] for rank in ranks], plain, metrics, atol=1e-5)
+    metrics = data().learned_by(credit, per_turn=True, sample_mask=LEFT)
+    assert_same([rank["credit"] for rank in ranks], credit, metrics, atol=1e-5)
+
+
+@each_setting("all_left_out_on_rank_0")
+def test_a_rank_that_leaves_out_everything_does_not_hold_up_the_other(ranks: Ranks) -> None:
+    agent = make_agent()
+    metrics = data().of([1, 2]).learned_by(agent)
+    assert_same(ranks, agent, metrics)
+    for rank in ranks:
+        assert rank["idle"]
+        assert rank["idle_metrics"]["grad_norm"] == 0.0
+        assert math.isnan(rank["idle_metrics"]["completion_length"])
 
 
 def joint_steps(rng_state: torch.Tensor) -> list[list[int]]:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agilerl import checks
 from agilerl.llm.advantages import (
+    comparable,
     compute_advantages,
     group_relative,
     group_relative_per_turn,
@@ -244,3 +245,47 @@ def test_every_turn_needs_its_reward() -> None:
     rewards, mask = torch.zeros(2, 2), actions(2, 2)
     with pytest.raises(ValueError, match="turn_ids go up to 2"):
         compute_advantages(rewards, mask, config, torch.tensor([[0, 2], [0, 1]]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(kept=st.lists(st.booleans(), min_size=8, max_size=8), norm=st.sampled_from(["std", "only"]))
+def test_those_that_do_not_count_are_in_no_mean_and_no_std(kept: list[bool], norm: str) -> None:
+    rng = torch.Generator().manual_seed(1)
+    turns = torch.tensor([[0, 1], [0, 1], [0, -1], [0, 1]] * 2)
+    rewards = torch.rand(8, 2, generator=rng, dtype=torch.float64) * (turns >= 0)
+    counts = torch.tensor(kept)
+    rewards[~counts] = 1e9
+    for granularity in ("trajectory", "turn"):
+        config = AdvantageConfig(4, f"mean_{norm}", granularity)
+        made, trained = compute_advantages(rewards, turns >= 0, config, turns, kept=counts)
+        assert torch.equal(trained, (turns >= 0) & counts[:, None])
+        for row in range(8):
+            group = [r for r in range(row - row % 4, row - row % 4 + 4) if kept[r]]
+            for turn in range(2):
+                played = [r for r in group if turns[r, turn] >= 0]
+                values = rewards[group].sum(1)
+                own = rewards[row].sum()
+                if granularity == "turn" and len(played) > 1:
+                    values, own = rewards[played, turn], rewards[row, turn]
+                expected = 0.0
+                if kept[row] and turns[row, turn] >= 0 and len(group) > 1:
+                    std = float(values.std()) + 1e-8 if norm == "std" else 1.0
+                    expected = float(own - values.mean()) / std
+                assert float(made[row, turn]) == pytest.approx(expected, abs=1e-9)
+
+
+def test_groups_with_fewer_than_two_left_are_not_counted_or_whitened() -> None:
+    kept = torch.tensor([True, False, False, False, True, True, True, False])
+    rewards = torch.tensor([1.0, 9.0, 9.0, 9.0, 0.0, 1.0, 5.0, 9.0])
+    assert comparable(kept, 4).tolist() == [False] * 4 + [True] * 3 + [False]
+    config = AdvantageConfig(4, whiten=True)
+    made, trained = compute_advantages(rewards, actions(*[2] * 8), config, kept=kept)
+    assert trained.any(1).tolist() == kept.tolist()
+    assert (made[:4] == 0).all()
+    alone = made[4:7]
+    assert float(alone.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(alone.std()) == pytest.approx(1.0, abs=1e-6)
+    assert zero_variance_groups(rewards, 4, kept) == 0
+    pairs = torch.tensor([1.0, 1.0, 9.0, 9.0] * 2)
+    assert zero_variance_groups(pairs, 4, torch.tensor([True, False, True, False] * 2)) == 0
+    assert zero_variance_groups(pairs, 4, torch.tensor([True] * 2 + [False] * 3 + [True] * 3)) == 1

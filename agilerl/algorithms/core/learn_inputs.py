@@ -8,20 +8,58 @@ from typing import Any
 
 import torch
 
-from agilerl.checks import require
+from agilerl.checks import require, shorten
 from agilerl.llm.batch import TrainBatch
 
 
-def shape_rewards(rewards: Any, rows: int, group_size: int) -> torch.Tensor:
+def check_sample_mask(sample_mask: Any, trajectories: int, group_size: int) -> torch.Tensor:
+    """Which trajectories count, ``(N,)`` bool; all of them if ``sample_mask`` is None.
+
+    Args:
+        sample_mask: ``(N,)`` or ``(P, G)`` bool tensor, array, or (nested) list.
+        trajectories: N.
+        group_size: G.
+
+    Raises:
+        TypeError: If it holds anything but True and False.
+        ValueError: For another shape.
+    """
+    if sample_mask is None:
+        return torch.ones(trajectories, dtype=torch.bool)
+    try:
+        kept = torch.as_tensor(sample_mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"sample_mask is {shorten(sample_mask)}, no array ({error}); pass True or False per "
+            "trajectory"
+        ) from error
+    require(
+        kept.dtype == torch.bool,
+        f"sample_mask has the type {kept.dtype}; pass True or False per trajectory, such as "
+        "sample_mask.bool()",
+        TypeError,
+    )
+    require(
+        tuple(kept.shape) in ((trajectories,), (trajectories // group_size, group_size)),
+        f"sample_mask has shape {tuple(kept.shape)} for {trajectories} completions in groups of "
+        f"{group_size}; pass (prompts, group_size) or (completions,)",
+    )
+    return kept.reshape(-1)
+
+
+def shape_rewards(
+    rewards: Any, rows: int, group_size: int, kept: torch.Tensor | None = None
+) -> torch.Tensor:
     """Rewards of ``rows`` completions as ``(B,)``, or ``(B, U)`` per turn.
 
     Args:
         rewards: ``(P, G)``, ``(B,)`` or ``(B, U)`` tensor, array, or (nested) list.
         rows: B.
         group_size: G.
+        kept: ``(B,)`` bool: those that count, all if None. The rewards of others become 0.
 
     Raises:
-        ValueError: For another shape, or a reward that is not a finite number.
+        ValueError: For another shape, or a reward that counts and is not a finite number.
     """
     remedy = "pass (prompts, group_size), (completions,) or, per turn, (completions, turns)"
     try:
@@ -39,11 +77,15 @@ def shape_rewards(rewards: Any, rows: int, group_size: int) -> torch.Tensor:
         raise ValueError(
             f"rewards have shape {shape} for {rows} completions in groups of {group_size}; {remedy}"
         )
+    if kept is not None:
+        kept = kept.to(rewards.device)
+        # Not by a product: it may be NaN.
+        rewards = torch.where(kept if rewards.dim() == 1 else kept[:, None], rewards, 0.0)
     bad = (~rewards.isfinite()).nonzero()
     if len(bad):
         raise ValueError(
             f"reward of completion {int(bad[0, 0])} is {rewards[tuple(bad[0])].item()}; it must "
-            "be finite"
+            "be finite; leave completions without a reward out with sample_mask"
         )
     return rewards
 
