@@ -68,6 +68,17 @@ def finite_number(what: str, value: Any, remedy: str) -> float:
     return float(number)
 
 
+def unpacked(method: str, outcome: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """What a user's method returned, as a tuple with one value for each name.
+
+    Raises:
+        TypeError: It returned something else.
+    """
+    if not isinstance(outcome, tuple | list) or len(outcome) != len(names):
+        raise TypeError(f"{method} must return ({', '.join(names)}), got {shorten(outcome)}")
+    return tuple(outcome)
+
+
 def warn_once(logger: logging.Logger, message: str, *args: Any, per: Hashable = None) -> None:
     """Log a warning, but only the first time in this process that the formatted message occurs.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from agilerl.checks import require
-from agilerl.typing import MultiTurnEnv, ReasoningPrompts
+from agilerl.typing import ReasoningPrompts
 
 REMEDY = "pass the completion_ids that get_action returned for the prompts handed out last"
 
@@ -72,52 +72,28 @@ def check_completion(
     )
 
 
+def check_answer_length(name: str, ids: torch.Tensor, prompt: torch.Tensor, env: Any) -> None:
+    """Check that an answer, prompt included, is longer than its prompt and fits its environment.
+
+    Raises:
+        ValueError: No token after the prompt; or more tokens than the ``max_model_len`` that the
+            environment may have, trailing ``pad_id`` not counted.
+    """
+    require(ids.shape[1] > prompt.shape[1], f"{name} has no token after its prompt; {REMEDY}")
+    # Attributes that an environment of the user's may have.
+    limit, pad_id = getattr(env, "max_model_len", None), getattr(env, "pad_id", None)
+    tokens = torch.ones_like(ids[0], dtype=torch.bool) if pad_id is None else ids[0] != pad_id
+    length = int(tokens.nonzero().max()) + 1 if tokens.any() else 0
+    require(
+        limit is None or length <= limit,
+        f"{name} has {length} tokens, but max_model_len is {limit} in its environment: give the "
+        "agent the same max_model_len, or a max_output_tokens that fits",
+    )
+
+
 def takes_action(step: Callable[..., Any]) -> bool:
     """Whether an environment's ``step`` takes the ``ActionResult`` beside its ids.
 
     One that overrides or wraps ``ReasoningGym.step`` may not.
     """
     return "action" in inspect.signature(step).parameters
-
-
-def checked_answers(
-    completion_ids: Any, prompts: Sequence[ReasoningPrompts], envs: Sequence[MultiTurnEnv]
-) -> list[torch.Tensor]:
-    """The answers to the prompts of multi-turn episodes, one ``(1, T)`` tensor each, on the CPU.
-
-    Args:
-        completion_ids: Ids with their prompt in front, one answer per prompt.
-        prompts: The prompts handed out last.
-        envs: The environment of each. Where one has a ``max_model_len`` that is not None, no
-            answer may be longer; trailing ``pad_id`` does not count.
-
-    Raises:
-        TypeError: Not a list of tensors of ids.
-        ValueError: Ids that do not fit the prompts; an empty answer, or one that is too long.
-    """
-    check_completions(completion_ids, prompts, group_size=1)
-    answers = []
-    for index, (ids, prompt, env) in enumerate(zip(completion_ids, prompts, envs, strict=True)):
-        name = f"completion_ids[{index}]"
-        require(
-            ids.shape[1] > prompt["input_ids"].shape[1],
-            f"{name} has no token after its prompt; {REMEDY}",
-        )
-        answer = ids.detach().cpu()
-        length, limit = _length(answer[0], env), getattr(env, "max_model_len", None)
-        require(
-            limit is None or length <= limit,
-            f"{name} has {length} tokens, but max_model_len of its environment is {limit}: give "
-            "the agent the same max_model_len",
-        )
-        answers.append(answer)
-    return answers
-
-
-def _length(ids: torch.Tensor, env: MultiTurnEnv) -> int:
-    """Tokens up to the last that is not padding."""
-    pad_id = getattr(env, "pad_id", None)
-    if pad_id is None:
-        return len(ids)
-    tokens = (ids != pad_id).nonzero()
-    return int(tokens[-1]) + 1 if len(tokens) else 0

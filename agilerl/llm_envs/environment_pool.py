@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
 
 from agilerl.checks import InstanceOf, require, shorten
+from agilerl.llm_envs.episode import Episode, mostly_failed
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
 from agilerl.typing import MultiTurnEnv
@@ -49,19 +50,31 @@ class EnvironmentPool:
         InstanceOf(Mapping, "a dict of env_factory's arguments")("env_config", env_config)
         self._factory = partial(env_factory, **(env_config or {}))
         self._executor = executor
+        # None: not made, or left to a call that may still be running.
         self._envs: list[MultiTurnEnv | None] = []
-        # Environments with a call that ran out of time and may still be running.
-        self._hung: set[int] = set()
         self._closing: list[threading.Thread] = []
-
-    def __getitem__(self, index: int) -> MultiTurnEnv:
-        env = self._envs[index]
-        assert env is not None
-        return env
+        self.failures = 0
+        self.timeouts = 0
 
     def made(self) -> list[int]:
         """Indices of the environments that can be used."""
-        return [i for i, env in enumerate(self._envs) if env is not None and i not in self._hung]
+        return [i for i, env in enumerate(self._envs) if env is not None]
+
+    def episodes(self, seeds: Sequence[int]) -> list[Episode]:
+        """A batch of episodes with these seeds, some of which failed if no environment was made.
+
+        Raises:
+            TypeError: As :meth:`make`.
+            ValueError: As :meth:`make`.
+        """
+        not_made = self.make(range(len(seeds)))
+        envs = self._envs[: len(seeds)]
+        episodes = [Episode(seed, env) for seed, env in zip(seeds, envs, strict=True)]
+        for i, outcome in not_made.items():
+            episodes[i].take(outcome, Episode.start)
+            self.failures += 1
+            self.timeouts += outcome.timed_out
+        return episodes
 
     def make(self, indices: Sequence[int]) -> dict[int, CallOutcome]:
         """Make those of these environments that are missing.
@@ -74,77 +87,83 @@ class EnvironmentPool:
             TypeError: ``env_factory`` returned something else than a multi-turn environment.
             ValueError: It returned the same environment twice.
         """
-        self.drop(set(self._hung))  # Of a step that was interrupted.
         self._envs += [None] * (max(indices, default=-1) + 1 - len(self._envs))
         missing = [i for i in indices if self._envs[i] is None]
-        made: dict[int, CallOutcome] = {}
-        failed: dict[int, CallOutcome] = {}
+        made, failed = list[Any](), dict[int, CallOutcome]()
         try:
             calls = [self._factory] * len(missing)
             with closing(self._executor.as_completed(calls)) as outcomes:
                 for outcome in outcomes:
-                    (made if outcome.error is None else failed)[missing[outcome.index]] = outcome
+                    if outcome.error is None:
+                        self._envs[missing[outcome.index]] = outcome.value
+                        made.append(outcome.value)
+                        continue
+                    failed[missing[outcome.index]] = outcome
                     if 2 * len(failed) > len(indices):
                         break
-            for i, outcome in made.items():
-                self._envs[i] = self._checked(outcome.value)
+            self._check(made)
         except BaseException:
-            for i, outcome in made.items():
-                self._envs[i] = outcome.value
             self.drop(range(len(self._envs)))
             raise
         return failed
 
     def call(
-        self, functions: Mapping[int, Callable[[], Any]], workers: int | None = None
-    ) -> Generator[tuple[int, CallOutcome], None, None]:
-        """Make one call into each of some environments.
+        self,
+        episodes: Sequence[Episode],
+        calls: Mapping[int, Callable[[], Any]],
+        method: Callable[[Episode, Any], None],
+        workers: int | None = None,
+    ) -> None:
+        """Call environments of a batch, each once, until more than half of its episodes failed.
+
+        An environment whose call may still be running afterwards is left to it: it is neither used
+        again nor closed.
 
         Args:
-            functions: What to call, by the index of the environment.
+            episodes: The batch.
+            calls: What to call, by the index of the episode.
+            method: Takes what a call returned: ``Episode.start``, ``advance`` or ``finish``.
             workers: Calls at the same time; None: the executor's.
-
-        Yields:
-            Indices and outcomes, as calls complete. Closing the generator cancels the calls that
-            have not begun. An environment whose call may still be running is never closed.
         """
-        indices, unfinished = list(functions), set[int]()
+        if mostly_failed(episodes):
+            return
+        indices, unfinished = list(calls), set[int]()
         outcomes = self._executor.as_completed(
-            list(functions.values()), workers=workers, unfinished=unfinished
+            list(calls.values()), workers=workers, unfinished=unfinished
         )
         try:
             with closing(outcomes):
                 for outcome in outcomes:
-                    yield indices[outcome.index], outcome
+                    failed = episodes[indices[outcome.index]].take(outcome, method)
+                    self.failures += failed
+                    self.timeouts += failed and outcome.timed_out
+                    if failed and mostly_failed(episodes):
+                        return
         finally:
-            self._hung.update(indices[number] for number in unfinished)
+            for number in unfinished:
+                self._envs[indices[number]] = None
 
     def drop(self, indices: Iterable[int]) -> None:
-        """Forget environments; those without a running call are closed in the background."""
-        dropped = list(indices)
-        self._close_all(self._envs[i] for i in dropped if i not in self._hung)
-        for i in dropped:
-            self._envs[i] = None
-        self._hung.difference_update(dropped)
+        """Forget environments and close them in the background, each once."""
+        dropped: dict[int, Any] = {}
+        for i in indices:
+            env, self._envs[i] = self._envs[i], None
+            dropped[id(_inner(env))] = env
+        # What a factory made may be anything.
+        closes = [getattr(env, "close", None) for env in dropped.values()]
+        calls = [close for close in closes if callable(close)]
+        if calls:
+            thread = threading.Thread(target=self._run_closes, args=(calls,), daemon=True)
+            thread.start()
+            self._closing = [other for other in self._closing if other.is_alive()] + [thread]
 
     def close(self) -> None:
-        """Close all environments but those with a running call; takes ``CLOSE_SECONDS`` at most."""
+        """Close all environments that are not left to a call, within ``CLOSE_SECONDS``."""
         self.drop(range(len(self._envs)))
         for thread in self._closing:
             thread.join()
         self._closing = []
         self._executor.close()
-
-    def _close_all(self, envs: Iterable[Any]) -> None:
-        """Close environments in the background, each once."""
-        # What a factory made may be anything.
-        closes = [getattr(env, "close", None) for env in {id(_inner(e)): e for e in envs}.values()]
-        calls = [close for close in closes if callable(close)]
-        if not calls:
-            return
-        thread = threading.Thread(target=self._run_closes, args=(calls,), daemon=True)
-        thread.start()
-        self._closing = [other for other in self._closing if other.is_alive()] + [thread]
 
     def _run_closes(self, calls: list[Callable[[], Any]]) -> None:
         outcomes = self._executor.run(calls, workers=len(calls), seconds=CLOSE_SECONDS)
@@ -153,25 +172,26 @@ class EnvironmentPool:
             message = "%d of %d environments could not be closed. The first: %r"
             logger.warning(message, len(errors), len(calls), errors[0])
 
-    def _checked(self, env: Any) -> MultiTurnEnv:
-        if isinstance(env, MultiTurnEnv):
-            others = [_inner(other) for other in self._envs if other is not None]
-            require(
-                all(_inner(env) is not other for other in others),
-                "env_factory returned the same environment twice; it must make a new one at each "
-                "call, wrapped environment included: episodes are played at the same time",
+    def _check(self, made: Iterable[Any]) -> None:
+        for env in made:
+            if isinstance(env, MultiTurnEnv):
+                continue
+            missing = [name for name in _MEMBERS if not hasattr(env, name)]
+            remedy = "return a TokenObservationWrapper"
+            if "reset" not in missing and "step" not in missing:
+                remedy = (
+                    "a text environment has to be wrapped: return TokenObservationWrapper(env, "
+                    "tokenizer, max_turns=...)"
+                )
+            raise TypeError(
+                f"env_factory returned {shorten(env)} of type {type(env).__name__}, which has no "
+                f"{' and no '.join(missing)}; {remedy}"
             )
-            return env
-        missing = [name for name in _MEMBERS if not hasattr(env, name)]
-        remedy = "return a TokenObservationWrapper"
-        if "reset" not in missing and "step" not in missing:
-            remedy = (
-                "a text environment has to be wrapped: return TokenObservationWrapper(env, "
-                "tokenizer, max_turns=...)"
-            )
-        raise TypeError(
-            f"env_factory returned {shorten(env)} of type {type(env).__name__}, which has no "
-            f"{' and no '.join(missing)}; {remedy}"
+        inner = [id(_inner(env)) for env in self._envs if env is not None]
+        require(
+            len(set(inner)) == len(inner),
+            "env_factory returned the same environment twice; it must make a new one at each call, "
+            "wrapped environment included: episodes are played at the same time",
         )
 
 

@@ -62,13 +62,11 @@ class EpisodeTokens:
         """Text of the present context."""
         return "".join(segment.text for segment in self._rows[-1].segments)
 
-    def add_action(self, action: Segment) -> None:
-        """Append an answer."""
-        self._append(action)
-
-    def add_feedback(self, feedback: Segment) -> None:
-        """Append the text of template and environment that follows an answer."""
-        self._append(feedback)
+    def append(self, segment: Segment) -> None:
+        """Append an answer, or the text of template and environment that follows one."""
+        self._rows[-1].segments.append(segment)
+        self._texts.append(segment.text)
+        self.length += len(segment.ids)
 
     def drop_oldest_turn(self) -> bool:
         """Drop the oldest answer and its feedback from the context; False if only one is left.
@@ -96,11 +94,6 @@ class EpisodeTokens:
         ids, turns = zip(*(_row_tensors(row) for row in rows), strict=True)
         turn_ids = stack_rows(turns, -1)
         return stack_rows(ids, pad_id), turn_ids >= 0, turn_ids
-
-    def _append(self, segment: Segment) -> None:
-        self._rows[-1].segments.append(segment)
-        self._texts.append(segment.text)
-        self.length += len(segment.ids)
 
     @staticmethod
     def _trains(row: _Row) -> bool:

@@ -1,15 +1,14 @@
-"""Finished multi-turn episodes: as training rows, and as the figures of an evaluation."""
+"""Finished multi-turn episodes as training rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from agilerl.llm_envs.episode_batch import EpisodeBatch, transcript
-from agilerl.typing import Act, Evaluation, MultiTurnEnv
+from agilerl.llm_envs.episode import Episode
 
 
 @dataclass(frozen=True)
@@ -70,18 +69,29 @@ class Episodes:
         return self.rewards.sum(1)
 
 
-def stack_episodes(batches: Sequence[EpisodeBatch], max_turns: int | None) -> Episodes:
-    """Put the finished episodes of some batches into one record.
+def stack_episodes(
+    episodes: Sequence[Episode],
+    max_turns: int | None,
+    error_reward: float,
+    *,
+    generation_seconds: float,
+    environment_seconds: float,
+) -> Episodes:
+    """Put finished episodes into one record.
 
     Args:
-        batches: At least one.
+        episodes: At least one.
         max_turns: U; None: the largest that an environment plans for.
+        error_reward: Of the turn in which an environment failed.
+        generation_seconds: As in the record.
+        environment_seconds: As in the record.
     """
-    episodes = [episode for batch in batches for episode in batch.episodes]
-    longest = max(max(len(e.rewards), e.turns_planned) for e in episodes)
+    longest = max(max(e.turns, e.turns_planned, 1) for e in episodes)
     rewards = torch.zeros(len(episodes), max_turns or longest)
     for row, episode in zip(rewards, episodes, strict=True):
         row[: len(episode.rewards)] = torch.tensor(episode.rewards)
+        if episode.error is not None:
+            row[max(episode.turns - 1, 0)] = error_reward
     token_ids, action_masks, turn_ids = map(list, zip(*(e.rows for e in episodes), strict=True))
     rows = torch.tensor([len(ids) for ids in token_ids])
     reported = any(logps is not None for e in episodes for logps in e.logps)
@@ -94,29 +104,11 @@ def stack_episodes(batches: Sequence[EpisodeBatch], max_turns: int | None) -> Ep
         trajectory_ids=torch.arange(len(episodes)).repeat_interleave(rows),
         turns=torch.tensor([e.turns for e in episodes]),
         truncated=torch.tensor([e.truncated for e in episodes]),
-        failed=torch.tensor([e.failed for e in episodes]),
+        failed=torch.tensor([e.error is not None for e in episodes]),
         infos=[e.info for e in episodes],
         first_prompts=[e.first_prompt for e in episodes],
         transcripts=[e.transcript for e in episodes],
         generated_tokens=sum(e.generated_tokens for e in episodes),
-        generation_seconds=sum(batch.generation_seconds for batch in batches),
-        environment_seconds=sum(batch.environment_seconds for batch in batches),
+        generation_seconds=generation_seconds,
+        environment_seconds=environment_seconds,
     )
-
-
-def evaluate_episodes(env: MultiTurnEnv, act: Act, seeds: Iterable[int]) -> Evaluation:
-    """Play one episode per seed, one after the other."""
-    returns, first_prompts, transcripts = [], [], []
-    for seed in seeds:
-        prompt, _ = env.reset(seed=seed)
-        first_prompts.append(str(prompt.get("text", "")))
-        total, done = 0.0, False
-        while not done:
-            completion_ids = act([prompt]).completion_ids[0]
-            prompt, reward, terminated, truncated, _ = env.step(completion_ids)
-            total += reward
-            done = terminated or truncated
-        returns.append(total)
-        transcripts.append(transcript(env))
-    rewards = torch.tensor(returns, dtype=torch.float32)
-    return Evaluation(rewards, first_prompts, completions=transcripts)

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+import torch
+
 from agilerl.checks import Number, require, warn_once
-from agilerl.typing import ReasoningPrompts
+from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,29 @@ def row_of_seed(seed: int, train: Sequence[Row], test: Sequence[Row]) -> Row:
         name, rows, first = "test", test, EVALUATION_SEED_START
     require(len(rows) > 0, f"{name} has no rows, but the seed {seed} asks for one")
     return rows[(seed - first) % len(rows)]
+
+
+def evaluate_episodes(env: MultiTurnEnv, act: Act, seeds: Iterable[int]) -> Evaluation:
+    """Play one episode per seed, one after the other."""
+    returns, first_prompts, transcripts = [], [], []
+    for seed in seeds:
+        prompt, _ = env.reset(seed=seed)
+        first_prompts.append(str(prompt.get("text", "")))
+        total, done = 0.0, False
+        while not done:
+            completion_ids = act([prompt]).completion_ids[0]
+            prompt, reward, terminated, truncated, _ = env.step(completion_ids)
+            total += reward
+            done = terminated or truncated
+        returns.append(total)
+        transcripts.append(transcript_of(env))
+    rewards = torch.tensor(returns, dtype=torch.float32)
+    return Evaluation(rewards, first_prompts, completions=transcripts)
+
+
+def transcript_of(env: MultiTurnEnv) -> str:
+    """The episode as text, which environments need not keep."""
+    return str(getattr(env, "transcript", ""))
 
 
 class HeldOutCheck:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from agilerl.checks import COUNT, OPTIONAL_COUNT, InstanceOf, Number, finite_number, require
-from agilerl.llm_envs.completion_checks import check_completion
-from agilerl.llm_envs.episode_batch import unpacked
+from agilerl.checks import (
+    COUNT,
+    OPTIONAL_COUNT,
+    InstanceOf,
+    Number,
+    finite_number,
+    require,
+    unpacked,
+)
+from agilerl.llm_envs.completion_checks import check_answer_length, check_completion
 from agilerl.llm_envs.episode_tokens import EpisodeTokens, Segment
-from agilerl.llm_envs.episodes import evaluate_episodes
+from agilerl.llm_envs.seeds import evaluate_episodes
 from agilerl.llm_envs.turn_boundary import TurnBoundary
 from agilerl.typing import Act, Evaluation, ReasoningPrompts, TextEnv
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+StepResult: TypeAlias = tuple[ReasoningPrompts, float, bool, bool, dict[str, Any]]
+"""Next prompt, reward, terminated, truncated, info."""
 
 
 class TokenObservationWrapper:
@@ -118,6 +128,10 @@ class TokenObservationWrapper:
             TypeError: The environment's ``reset`` returned something else than text and info.
             ValueError: The first prompt leaves no room for output.
         """
+        return self.begin(seed)
+
+    def begin(self, seed: int | None = None) -> tuple[ReasoningPrompts, dict[str, Any]]:
+        """As :meth:`reset`."""
         self._tokens, self._rewards, self._done = None, [], True
         outcome = self.env.reset(seed=seed) if self._takes_seed else self.env.reset()
         observation, info = _checked_outcome("reset", outcome, ("observation", "info"))
@@ -132,9 +146,7 @@ class TokenObservationWrapper:
         self._tokens, self._done = EpisodeTokens(Segment(ids, text)), False
         return self._prompt(), dict(info)
 
-    def step(
-        self, full_completion_ids: torch.Tensor
-    ) -> tuple[ReasoningPrompts, float, bool, bool, dict[str, Any]]:
+    def step(self, full_completion_ids: torch.Tensor) -> StepResult:
         """Take the model's answer to the prompt handed out last.
 
         Args:
@@ -153,10 +165,18 @@ class TokenObservationWrapper:
         """
         if self._tokens is None or self._done:
             raise RuntimeError("no episode is running; call reset() first")
-        action = self._action(full_completion_ids, self._prompt()["input_ids"])
+        name, prompt = "full_completion_ids", self._prompt()["input_ids"]
+        check_completion(name, full_completion_ids, prompt, group_size=1)
+        check_answer_length(name, full_completion_ids, prompt, self)
+        return self.answer(full_completion_ids)
+
+    def answer(self, full_completion_ids: torch.Tensor) -> StepResult:
+        """As :meth:`step`, of ids that were checked."""
+        assert self._tokens is not None
+        action = self._without_padding(full_completion_ids[0, self._tokens.length :].tolist())
         text = self.tokenizer.decode(action, clean_up_tokenization_spaces=False)
         # Before the environment acts, which may raise: the sampled ids are kept in any case.
-        self._tokens.add_action(Segment(action, text, turn=len(self._rewards)))
+        self._tokens.append(Segment(action, text, turn=len(self._rewards)))
         self._rewards.append(0.0)
         self._done = True
 
@@ -223,7 +243,7 @@ class TokenObservationWrapper:
                 pass
             if not self._fits(tokens.length + len(ids)):
                 return "max_model_len"
-        tokens.add_feedback(Segment(ids, text))
+        tokens.append(Segment(ids, text))
         return None
 
     def _fits(self, length: int) -> bool:
@@ -241,29 +261,16 @@ class TokenObservationWrapper:
             text=self._tokens.context_text(),
         )
 
-    def _action(self, full_completion_ids: Any, prompt: torch.Tensor) -> list[int]:
-        """The sampled ids: what follows the prompt, without padding."""
-        name, length = "full_completion_ids", prompt.shape[1]
-        check_completion(name, full_completion_ids, prompt, group_size=1)
-        action = self._without_padding(full_completion_ids[0, length:].tolist())
-        require(bool(action), f"{name} has no token after the prompt; pass prompt and answer")
-        length += len(action)
-        require(
-            self.max_model_len is None or length <= self.max_model_len,
-            f"{name} has {length} tokens, but max_model_len is {self.max_model_len}: give the "
-            "agent the same max_model_len, or a max_output_tokens of at most "
-            f"{self._reserve()}",
-        )
-        return action
-
     def _without_padding(self, ids: list[int]) -> list[int]:
         end = len(ids)
         while end and ids[end - 1] == self.pad_id:
             end -= 1
-        padded = end < len(ids)
+        assert self._tokens is not None
+        full = self._tokens.length + end == self.max_model_len
         ended = end > 0 and ids[end - 1] in self._boundary.special_ids
-        # What ends answers may be the padding's id: after plain text the first one was sampled.
-        return ids[: end + 1] if padded and not ended else ids[:end]
+        # What ends answers may be the padding's id: after plain text the first one was sampled, if
+        # there was room for it.
+        return ids[:end] if ended or full else ids[: end + 1]
 
 
 def _takes_seed(env: TextEnv) -> bool:

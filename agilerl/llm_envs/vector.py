@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import torch
 
 from agilerl.checks import COUNT, OPTIONAL_COUNT, Number, finite_number, require
-from agilerl.llm_envs.completion_checks import checked_answers
+from agilerl.llm_envs.completion_checks import check_answer_length, check_completions
 from agilerl.llm_envs.environment_pool import EnvironmentPool
-from agilerl.llm_envs.episode_batch import Episode, EpisodeBatch, episode_data
+from agilerl.llm_envs.episode import Episode, check_groups, first_failure, mostly_failed
 from agilerl.llm_envs.episodes import Episodes, stack_episodes
 from agilerl.llm_envs.seeds import EVALUATION_SEED_START, HeldOutCheck
-from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
+from agilerl.llm_envs.timeouts import TimeoutExecutor
 from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
 
 logger = logging.getLogger(__name__)
@@ -107,12 +106,21 @@ class SyncMultiTurnVecEnv:
             workers_name="max_workers",
         )
         self._pool = EnvironmentPool(env_factory, env_config, executor)
-        self.failures = 0
-        """Episodes so far that ended with an exception or timeout of their environment."""
-        self.timeouts = 0
-        """How many of them ran out of time."""
-        self._batch: EpisodeBatch | None = None
+        self._episodes: list[Episode] = []
+        """Those in play; none between batches."""
+        self._seconds = {"generation_seconds": 0.0, "environment_seconds": 0.0}
+        self._handed_out = 0.0
         self._held_out = HeldOutCheck()
+
+    @property
+    def failures(self) -> int:
+        """Episodes so far that ended with an exception or timeout of their environment."""
+        return self._pool.failures
+
+    @property
+    def timeouts(self) -> int:
+        """How many of them ran out of time."""
+        return self._pool.timeouts
 
     def reset(self, seeds: Sequence[int]) -> list[ReasoningPrompts]:
         """Begin a batch; one under way is dropped.
@@ -137,13 +145,11 @@ class SyncMultiTurnVecEnv:
         )
         for i, seed in enumerate(seeds):
             Number(0, integer=True)(f"seeds[{i}]", seed)
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
         prompts = self._begin([int(seed) for seed in seeds for _ in range(self.group_size)])
-        assert self._batch is not None
-        try:
-            self._batch.check_groups(self.group_size)
-        except ValueError:
-            self._batch = None
-            raise
+        episodes, self._episodes = self._episodes, []
+        check_groups(episodes, self.group_size)
+        self._episodes = episodes
         self._held_out.train_on(prompts)
         return prompts
 
@@ -168,32 +174,32 @@ class SyncMultiTurnVecEnv:
             ValueError: Answers that do not belong to the prompts, or longer than ``max_model_len``
                 of the environment. ``step`` may then be called again.
         """
-        batch = self._batch
-        if batch is None or not batch.waiting():
+        playing = {i: e for i, e in enumerate(self._episodes) if e.prompt is not None}
+        if not playing:
             raise RuntimeError("no prompts are waiting for answers; call reset(seeds) first")
-        indices = batch.waiting()
-        envs = [self._pool[i] for i in indices]
         # Before any environment acts: an exception from one counts as its own failure.
-        answers = checked_answers(completion_ids, batch.prompts(), envs)
-        logps = [None] * len(indices) if sampling_logps is None else sampling_logps
+        check_completions(completion_ids, _prompts(self._episodes), group_size=1)
+        for k, (ids, episode) in enumerate(zip(completion_ids, playing.values(), strict=True)):
+            assert episode.prompt is not None
+            name, prompt = f"completion_ids[{k}]", episode.prompt["input_ids"]
+            check_answer_length(name, ids, prompt, episode.env)
+        logps = [None] * len(playing) if sampling_logps is None else sampling_logps
         require(
-            len(logps) == len(indices),
-            f"sampling_logps has {len(logps)} entries for the {len(indices)} prompts handed out; "
+            len(logps) == len(playing),
+            f"sampling_logps has {len(logps)} entries for the {len(playing)} prompts handed out; "
             "pass one per prompt, or None",
         )
-        batch.generation_seconds += time.perf_counter() - batch.handed_out
-        self._batch = None  # Until the step is done: an interrupted one leaves no batch.
-        with batch.environment_time():
-            for i, answer, logp in zip(indices, answers, logps, strict=True):
-                batch.episodes[i].act(answer, logp)
-            steps = [partial(env.step, answer) for env, answer in zip(envs, answers, strict=True)]
-            advance = partial(Episode.advance, max_turns=self.max_turns)
-            self._call(batch, dict(zip(indices, steps, strict=True)), advance)
-            # Rows are read now: a call that ran out of time may change them later.
-            over = [i for i in indices if batch.episodes[i].prompt is None]
-            reads = {i: partial(episode_data, self._pool[i]) for i in over}
-            self._call(batch, reads, Episode.finish)
-        return self._hand_out(batch)
+        started = time.perf_counter()
+        self._seconds["generation_seconds"] += started - self._handed_out
+        answers = zip(playing.items(), completion_ids, logps, strict=True)
+        steps = {i: e.act(ids.detach().cpu(), logp) for (i, e), ids, logp in answers}
+        # Until the step is done: an interrupted one leaves no batch.
+        episodes, self._episodes = self._episodes, []
+        self._pool.call(episodes, steps, partial(Episode.advance, max_turns=self.max_turns))
+        # Rows are read now: a call that ran out of time may change them later.
+        reads = {i: episode.read for i, episode in playing.items() if episode.prompt is None}
+        self._pool.call(episodes, reads, Episode.finish)
+        return self._hand_out(episodes, started)
 
     def episodes(self) -> Episodes:
         """The finished batch.
@@ -201,9 +207,9 @@ class SyncMultiTurnVecEnv:
         Raises:
             RuntimeError: There is none, or not all of its episodes are over.
         """
-        if self._batch is None or self._batch.waiting():
+        if not self._episodes or _prompts(self._episodes):
             raise RuntimeError("the episodes are not over; call step until it returns no prompts")
-        return stack_episodes([self._batch], self.max_turns)
+        return self._stacked(self._episodes)
 
     def play(self, act: Act, seeds: Sequence[int]) -> Episodes:
         """Play one batch.
@@ -241,14 +247,16 @@ class SyncMultiTurnVecEnv:
         count = math.ceil(len(seeds) / (self.batch_size * self.group_size))
         # Batches of equal size: in one of few episodes, few failures would be more than half.
         ends = [len(seeds) * i // count for i in range(count + 1)]
-        batches, first_prompts = [], []
+        played, first_prompts = list[Episode](), list[ReasoningPrompts]()
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
         for start, end in pairwise(ends):
             prompts = self._begin(seeds[start:end])
             first_prompts += prompts
-            batches.append(self._run_to_end(act, prompts))
+            self._run_to_end(act, prompts)
+            played += self._episodes
         self._held_out.evaluate_on(first_prompts)
-        self._batch = None
-        return stack_episodes(batches, self.max_turns)
+        self._episodes = []
+        return self._stacked(played)
 
     def made_environments(self) -> list[int]:
         """Indices of the environments made so far, for :meth:`make_environments`."""
@@ -260,81 +268,43 @@ class SyncMultiTurnVecEnv:
 
     def close(self) -> None:
         """Close all environments, within seconds; a later ``reset`` makes new ones."""
-        self._batch = None
+        self._episodes = []
         self._pool.close()
 
     def _begin(self, seeds: Sequence[int]) -> list[ReasoningPrompts]:
-        self._batch = None
-        batch = EpisodeBatch([Episode(seed) for seed in seeds])
-        with batch.environment_time():
-            not_made = self._pool.make(range(len(seeds)))
-            for i, outcome in not_made.items():
-                self._record_outcome(batch, i, outcome, Episode.start)
-            if not batch.mostly_failed:
-                resets = {
-                    i: partial(self._pool[i].reset, seed=seed)
-                    for i, seed in enumerate(seeds)
-                    if i not in not_made
-                }
-                self._call(batch, resets, Episode.start, self._reset_workers)
-        return self._hand_out(batch)
+        started, self._episodes = time.perf_counter(), []
+        episodes = self._pool.episodes(seeds)
+        resets = {i: e.reset() for i, e in enumerate(episodes) if e.env is not None}
+        self._pool.call(episodes, resets, Episode.start, self._reset_workers)
+        return self._hand_out(episodes, started)
 
-    def _run_to_end(self, act: Act, prompts: list[ReasoningPrompts]) -> EpisodeBatch:
+    def _run_to_end(self, act: Act, prompts: list[ReasoningPrompts]) -> None:
         while prompts:
             result = act(prompts)
             prompts = self.step(result.completion_ids, result.sampling_logps)
-        assert self._batch is not None
-        return self._batch
 
-    def _call(
-        self,
-        batch: EpisodeBatch,
-        functions: Mapping[int, Callable[[], Any]],
-        take: Callable[[Episode, Any], None],
-        workers: int | None = None,
-    ) -> None:
-        """Call some environments, by index, until done or more than half of the batch failed."""
-        if batch.mostly_failed:
-            return
-        with closing(self._pool.call(functions, workers)) as outcomes:
-            for index, outcome in outcomes:
-                self._record_outcome(batch, index, outcome, take)
-                if batch.episodes[index].failed and batch.mostly_failed:
-                    return
-
-    def _record_outcome(
-        self,
-        batch: EpisodeBatch,
-        index: int,
-        outcome: CallOutcome,
-        take: Callable[[Episode, Any], None],
-    ) -> None:
-        """Pass what an environment returned to its episode, or end the episode."""
-        episode, error = batch.episodes[index], outcome.error
-        if error is None:
-            try:
-                take(episode, outcome.value)
-            except (TypeError, ValueError) as wrong_value:
-                error = wrong_value
-        if error is None or episode.failed:
-            return
-        self.failures += 1
-        self.timeouts += outcome.timed_out
-        batch.fail(index, error, self.error_reward)
-
-    def _hand_out(self, batch: EpisodeBatch) -> list[ReasoningPrompts]:
-        failed = batch.failed()
+    def _hand_out(self, episodes: list[Episode], started: float) -> list[ReasoningPrompts]:
+        failed = [i for i, episode in enumerate(episodes) if episode.error is not None]
         self._pool.drop(failed)
-        of_all = f"{len(failed)} of {len(batch.episodes)} episodes failed"
-        if batch.mostly_failed:
+        of_all = f"{len(failed)} of {len(episodes)} episodes failed"
+        if mostly_failed(episodes):
+            first, error = first_failure(episodes)
             raise EnvironmentFailure(
-                f"{of_all}, more than half of the batch. The first: {batch.first_failure}\n"
+                f"{of_all}, more than half of the batch. The first: {first}\n"
                 "  Fix the environment, or raise step_timeout if it is slow."
-            ) from batch.first_error
-        prompts = batch.prompts()
+            ) from error
+        prompts = _prompts(episodes)
         if failed and not prompts:
             message = "%s and got error_reward=%s. The first: %s"
-            logger.warning(message, of_all, self.error_reward, batch.first_failure)
-        batch.handed_out = time.perf_counter()
-        self._batch = batch
+            logger.warning(message, of_all, self.error_reward, first_failure(episodes)[0])
+        self._episodes, self._handed_out = episodes, time.perf_counter()
+        self._seconds["environment_seconds"] += self._handed_out - started
         return prompts
+
+    def _stacked(self, episodes: Sequence[Episode]) -> Episodes:
+        return stack_episodes(episodes, self.max_turns, self.error_reward, **self._seconds)
+
+
+def _prompts(episodes: Sequence[Episode]) -> list[ReasoningPrompts]:
+    """The prompts to answer."""
+    return [episode.prompt for episode in episodes if episode.prompt is not None]

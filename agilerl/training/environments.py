@@ -91,57 +91,48 @@ def _check_padding(env: Any, agent: Agent) -> None:
     )
 
 
-class EnvironmentFactory:
-    """Makes multi-turn environments that fit the agents.
+def fitting_factory(
+    env_factory: Callable[..., MultiTurnEnv],
+    env_config: Mapping[str, Any] | None,
+    agents: Sequence[Agent],
+) -> tuple[Callable[[], MultiTurnEnv], str]:
+    """A function that makes multi-turn environments which fit the agents.
 
-    One is made at once, so that what is wrong with it shows before anything is written; it is
-    handed out first.
+    One is made at once, so that what is wrong with it shows before anything is written; the
+    function returns it first.
 
     Args:
         env_factory: Makes an environment.
         env_config: Its keyword arguments.
         agents: Who will play in them.
 
+    Returns:
+        The function, and the class of the environment inside the wrapper, for the run's name.
+
     Raises:
         TypeError: If ``env_factory`` or ``env_config`` is of the wrong kind.
         ValueError: If an environment does not fit the agents' contexts.
     """
+    require(
+        callable(env_factory),
+        f"env_factory={env_factory!r} cannot be called: pass a function that returns a new "
+        "multi-turn environment, such as a TokenObservationWrapper.",
+        TypeError,
+    )
+    InstanceOf(Mapping, "a dict of env_factory's arguments")("env_config", env_config)
+    unused: list[MultiTurnEnv] = []
 
-    def __init__(
-        self,
-        env_factory: Callable[..., MultiTurnEnv],
-        env_config: Mapping[str, Any] | None,
-        agents: Sequence[Agent],
-    ) -> None:
-        require(
-            callable(env_factory),
-            f"env_factory={env_factory!r} cannot be called: pass a function that returns a new "
-            "multi-turn environment, such as a TokenObservationWrapper.",
-            TypeError,
-        )
-        InstanceOf(Mapping, "a dict of env_factory's arguments")("env_config", env_config)
-        self._factory, self._agents = env_factory, agents
-        first = self._make(**(env_config or {}))
-        self._unused = [first]
-        self.name = type(getattr(first, "env", first)).__name__
-        """Class of the environment inside the wrapper, for the run's name."""
-
-    def __call__(self, **config: Any) -> MultiTurnEnv:
-        """An environment that was not handed out yet."""
+    def make() -> MultiTurnEnv:
         try:
-            return self._unused.pop()
+            return unused.pop()
         except IndexError:  # checking first would race with other threads
-            return self._make(**config)
+            made = env_factory(**(env_config or {}))
+            fit_context(made, agents)
+            return made
 
-    def close(self) -> None:
-        """Close what was never handed out."""
-        while self._unused:
-            self._unused.pop().close()
-
-    def _make(self, **config: Any) -> MultiTurnEnv:
-        made = self._factory(**config)
-        fit_context(made, self._agents)
-        return made
+    first = make()
+    unused.append(first)
+    return make, type(getattr(first, "env", first)).__name__
 
 
 def fit_context(env: Any, agents: Sequence[Agent]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from agilerl.checks import COUNT
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
-from agilerl.training.environments import EnvironmentFactory, single_turn_environments
+from agilerl.training.environments import fitting_factory, single_turn_environments
 from agilerl.training.logs.sinks import require_trackers
 from agilerl.training.multiturn_collector import MultiTurnCollector
 from agilerl.training.options import TrainingOptions, options_among
@@ -249,14 +249,13 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     COUNT("groups_per_iteration", groups_per_iteration)
     COUNT("train_seeds", train_seeds)
     groups = per_process("groups_per_iteration", groups_per_iteration, ranks)
-    make_env = EnvironmentFactory(env_factory, env_config, pop)
+    make_env, name = fitting_factory(env_factory, env_config, pop)
     # One per agent, so that their episodes can be played at the same time.
     envs = [
         SyncMultiTurnVecEnv(
             make_env,
             batch_size=groups,
             group_size=agent.group_size,
-            env_config=env_config,
             max_turns=max_turns,
             max_workers=max_workers,
             reset_workers=reset_workers,
@@ -269,9 +268,9 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         for agent in pop
     ]
     with ExitStack() as closing:
-        closing.callback(make_env.close)
         for env in envs:
             closing.callback(env.close)
+        envs[0].make_environments([0])  # It has been made, and has to be closed in any case.
         # Every agent plays the same seeds in the same order.
         collectors = [
             MultiTurnCollector(
@@ -280,5 +279,5 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
             for env in envs
         ]
         population = Population(pop, collectors)
-        run_training(population, options, make_env.name, max_steps, ranks)
+        run_training(population, options, name, max_steps, ranks)
     return pop

@@ -493,7 +493,7 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], says: 
         (torch.zeros(4, dtype=torch.long), ValueError, r"has shape \(4,\)"),
         (torch.zeros(2, 4, dtype=torch.long), ValueError, r"has shape \(2, 4\)"),
         (torch.zeros(1, 4, dtype=torch.long), ValueError, "does not start with the 2 tokens"),
-        (torch.tensor([[97, 98]]), ValueError, "no token after the prompt"),
+        (torch.tensor([[97, 98]]), ValueError, "no token after its prompt"),
     ],
 )
 def test_bad_completions(ids: Any, error: type[Exception], says: str) -> None:
@@ -514,3 +514,12 @@ def test_nothing_before_reset() -> None:
     ids, mask, turns, rewards = env.get_episode_data()
     assert (ids.shape, mask.any().item(), turns.tolist()) == ((1, 2), False, [[-1]])
     assert rewards.tolist() == [0.0] * 9
+
+
+def test_an_answer_that_fills_the_context_may_be_padded() -> None:
+    """The padding is not taken for a token that was sampled: there was no room for one."""
+    env = raw(Script("ab", endless=True), max_model_len=6, pad_id=byte_tokenizer().pad_token_id)
+    prompt, _ = env.reset()
+    full = answer(prompt, "WXYZ", env.tokenizer, end=False)
+    env.step(torch.cat([full, torch.full((1, 3), env.pad_id)], dim=1))
+    assert env.get_episode_data()[0].shape == (1, 6)

@@ -16,7 +16,9 @@ from agilerl.llm_envs import (
     EnvironmentFailure,
     SyncMultiTurnVecEnv,
     TokenObservationWrapper,
+    completion_checks,
     environment_pool,
+    token_observation,
 )
 from agilerl.testing import byte_tokenizer
 from agilerl.typing import ActionResult, ReasoningPrompts
@@ -444,3 +446,23 @@ def test_an_info_that_is_no_dict_fails_the_episode(caplog: pytest.LogCaptureFixt
 
     assert SyncMultiTurnVecEnv(Wrong, 2).play(act, [1, 2]).failed.tolist() == [False, True]
     assert "the info that step returned is 'info'; it must be a dict" in caplog.text
+
+
+@pytest.mark.parametrize("in_a_batch", [True, False])
+def test_an_answer_is_checked_once(in_a_batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    plain = completion_checks.check_completion
+
+    def counting(name: str, *args: Any, **kwargs: Any) -> None:
+        checked.append(name)
+        plain(name, *args, **kwargs)
+
+    for module in (completion_checks, token_observation):
+        monkeypatch.setattr(module, "check_completion", counting)
+    if in_a_batch:
+        wrapped().play(act, [1, 2])
+        assert checked == ["completion_ids[0]", "completion_ids[1]"] * 2
+    else:
+        env = TokenObservationWrapper(TextGame(), byte_tokenizer(), 2)
+        env.evaluate(act)
+        assert checked == ["full_completion_ids"] * 2

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from agilerl.checks import COUNT, missing_members, require
-from agilerl.llm_envs.episodes import evaluate_episodes
+from agilerl.llm_envs.seeds import evaluate_episodes
 from agilerl.typing import Act, EvaluableEnv, Evaluation, MultiTurnEnv
 
 

@@ -1,16 +1,18 @@
-"""Multi-turn episodes under way, played together; what their environments return is checked."""
+"""One multi-turn episode in play, and its environment."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 
-from agilerl.checks import InstanceOf, finite_number, require, shorten
+from agilerl.checks import InstanceOf, finite_number, require, shorten, unpacked
+from agilerl.llm_envs.seeds import transcript_of
+from agilerl.llm_envs.timeouts import CallOutcome
+from agilerl.llm_envs.token_observation import TokenObservationWrapper
 from agilerl.typing import MultiTurnEnv, ReasoningPrompts
 
 
@@ -22,13 +24,16 @@ def _no_rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @dataclass
 class Episode:
-    """One episode under way. What an environment returns is checked here.
+    """One episode in play, and its environment. What that returns is checked here.
 
-    ``start``, ``advance`` and ``finish`` raise TypeError or ValueError for values that no
-    environment may return; the caller then calls ``fail``.
+    ``reset``, ``act`` and ``read`` are or give calls of the environment, which may take long.
+    ``start``, ``advance`` and ``finish`` take what these return, and raise TypeError or ValueError
+    for what no environment may return.
     """
 
     seed: int
+    env: MultiTurnEnv | None = None
+    """None where it could not be made."""
     prompt: ReasoningPrompts | None = None
     """The prompt to answer next; None when the episode is over."""
     first_prompt: str = ""
@@ -38,13 +43,38 @@ class Episode:
     """The sampler's log-probs, one entry per turn."""
     generated_tokens: int = 0
     truncated: bool = False
-    failed: bool = False
+    error: BaseException | None = None
+    """Why it failed."""
     info: dict[str, Any] = field(default_factory=dict)
     """What came with the last prompt or reward."""
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(default_factory=_no_rows)
     turns_planned: int = 0
     """``max_turns`` of the environment."""
     transcript: str = ""
+
+    def take(self, outcome: CallOutcome, method: Callable[[Episode, Any], None]) -> bool:
+        """Give what a call returned to ``start``, ``advance`` or ``finish``, or end the episode.
+
+        Returns:
+            Whether it failed now.
+        """
+        error = outcome.error
+        if error is None:
+            try:
+                method(self, outcome.value)
+            except (TypeError, ValueError) as wrong_value:
+                error = wrong_value
+        if error is None or self.error is not None:
+            return False
+        self.error, self.truncated, self.prompt = error, False, None
+        return True
+
+    def reset(self) -> Callable[[], Any]:
+        """The call that resets the environment."""
+        env = self.env
+        assert env is not None
+        reset = env.begin if isinstance(env, TokenObservationWrapper) else env.reset
+        return partial(reset, seed=self.seed)
 
     def start(self, outcome: Any) -> None:
         """Take what ``reset`` returned."""
@@ -53,12 +83,15 @@ class Episode:
         self.info = _checked_info("reset", info)
         self.first_prompt = str(self.prompt.get("text", ""))
 
-    def act(self, completion_ids: torch.Tensor, logps: torch.Tensor | None) -> None:
-        """Count the answer to the prompt: ``(1, T)`` ids, prompt included."""
-        assert self.prompt is not None
+    def act(self, completion_ids: torch.Tensor, logps: torch.Tensor | None) -> Callable[[], Any]:
+        """The call that gives the environment the answer: ``(1, T)`` checked ids."""
+        env = self.env
+        assert env is not None and self.prompt is not None
         self.turns += 1
         self.generated_tokens += completion_ids.shape[1] - self.prompt["input_ids"].shape[1]
         self.logps.append(None if logps is None else logps.detach().cpu().reshape(-1))
+        step = env.answer if isinstance(env, TokenObservationWrapper) else env.step
+        return partial(step, completion_ids)
 
     def advance(self, outcome: Any, max_turns: int | None) -> None:
         """Take what ``step`` returned; the episode ends after ``max_turns`` at the latest."""
@@ -75,8 +108,13 @@ class Episode:
         over = done or self.truncated
         self.prompt = None if over else _checked_prompt("step", prompt)
 
+    def read(self) -> tuple[Any, str]:
+        """The environment's rows, and its transcript if it keeps one."""
+        assert self.env is not None
+        return self.env.get_episode_data(), transcript_of(self.env)
+
     def finish(self, outcome: Any) -> None:
-        """Take what ``get_episode_data`` returned, and the transcript."""
+        """Take what :meth:`read` returned."""
         data, self.transcript = outcome
         names = ("token_ids", "action_mask", "turn_ids", "turn_rewards")
         tensors = unpacked("get_episode_data", data, names)
@@ -102,12 +140,6 @@ class Episode:
         self.rows = ids.long(), mask, turn_ids.long()
         self.turns_planned = rewards.numel()
 
-    def fail(self, error_reward: float) -> None:
-        """End the episode; its last turn gets ``error_reward``."""
-        self.failed, self.truncated, self.prompt = True, False, None
-        del self.rewards[max(self.turns - 1, 0) :]
-        self.rewards.append(error_reward)
-
     def row_logps(self) -> list[torch.Tensor | None]:
         """The sampler's log-probs of each training row, its turns concatenated."""
         _, masks, turn_ids = self.rows
@@ -131,92 +163,37 @@ class Episode:
         return torch.cat(of_turns)
 
 
-@dataclass
-class EpisodeBatch:
-    """Episodes that are played together; episode i is played in environment i."""
-
-    episodes: list[Episode]
-    generation_seconds: float = 0.0
-    environment_seconds: float = 0.0
-    handed_out: float = 0.0
-    """``time.perf_counter()`` when the prompts were handed out."""
-    first_failure: str = ""
-    first_error: BaseException | None = None
-
-    def waiting(self) -> list[int]:
-        """Indices of the episodes that have a prompt to answer."""
-        return [i for i, episode in enumerate(self.episodes) if episode.prompt is not None]
-
-    def prompts(self) -> list[ReasoningPrompts]:
-        """Their prompts."""
-        return [episode.prompt for episode in self.episodes if episode.prompt is not None]
-
-    def check_groups(self, size: int) -> None:
-        """Check that all episodes of a group begin with the same prompt.
-
-        Advantages compare an episode with the others of its group, so these must have one task.
-
-        Raises:
-            ValueError: Naming two that differ.
-        """
-        for i, episode in enumerate(self.episodes):
-            first = self.episodes[i - i % size]
-            if episode.prompt is None or first.prompt is None:  # it failed
-                continue
-            require(
-                torch.equal(episode.prompt["input_ids"], first.prompt["input_ids"]),
-                f"episodes {i - i % size} and {i} are of one group, with the seed {episode.seed}, "
-                "but begin with different prompts: reset(seed) of the environment must choose its "
-                "task by the seed alone, for example with random.Random(seed)",
-            )
-
-    def failed(self) -> list[int]:
-        """Indices of the episodes that failed."""
-        return [i for i, episode in enumerate(self.episodes) if episode.failed]
-
-    @property
-    def mostly_failed(self) -> bool:
-        """Whether more than half of the episodes failed."""
-        return 2 * len(self.failed()) > len(self.episodes)
-
-    def fail(self, index: int, error: BaseException, error_reward: float) -> None:
-        """End an episode because of an error in its environment."""
-        episode = self.episodes[index]
-        if self.first_error is None:
-            when = f"in turn {episode.turns - 1}" if episode.turns else "before its first turn"
-            self.first_error = error
-            self.first_failure = (
-                f"episode {index} (seed {episode.seed}) {when}: {type(error).__name__}: {error}"
-            )
-        episode.fail(error_reward)
-
-    @contextmanager
-    def environment_time(self) -> Iterator[None]:
-        """Count the time spent inside as environment time."""
-        start = time.perf_counter()
-        yield
-        self.environment_seconds += time.perf_counter() - start
+def mostly_failed(episodes: Sequence[Episode]) -> bool:
+    """Whether more than half of a batch failed."""
+    return 2 * sum(episode.error is not None for episode in episodes) > len(episodes)
 
 
-def episode_data(env: MultiTurnEnv) -> tuple[Any, str]:
-    """What ``Episode.finish`` takes."""
-    return env.get_episode_data(), transcript(env)
+def first_failure(episodes: Sequence[Episode]) -> tuple[str, BaseException | None]:
+    """The failure of the earliest turn, for a message, and its error."""
+    failed = [(e.turns, i) for i, e in enumerate(episodes) if e.error is not None]
+    turns, i = min(failed)
+    error, when = episodes[i].error, f"in turn {turns - 1}" if turns else "before its first turn"
+    return f"episode {i} (seed {episodes[i].seed}) {when}: {type(error).__name__}: {error}", error
 
 
-def transcript(env: MultiTurnEnv) -> str:
-    """The episode as text, which environments need not keep."""
-    return str(getattr(env, "transcript", ""))
+def check_groups(episodes: Sequence[Episode], size: int) -> None:
+    """Check that all episodes of a group begin with the same prompt.
 
-
-def unpacked(method: str, outcome: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
-    """What a method of an environment returned, as a tuple with one value for each name.
+    Advantages compare an episode with the others of its group, so these must have one task.
 
     Raises:
-        TypeError: It returned something else.
+        ValueError: Naming two that differ.
     """
-    if not isinstance(outcome, tuple | list) or len(outcome) != len(names):
-        raise TypeError(f"{method} must return ({', '.join(names)}), got {shorten(outcome)}")
-    return tuple(outcome)
+    for i, episode in enumerate(episodes):
+        first = episodes[i - i % size]
+        if episode.prompt is None or first.prompt is None:  # it failed
+            continue
+        require(
+            torch.equal(episode.prompt["input_ids"], first.prompt["input_ids"]),
+            f"episodes {i - i % size} and {i} are of one group, with the seed {episode.seed}, "
+            "but begin with different prompts: reset(seed) of the environment must choose its "
+            "task by the seed alone, for example with random.Random(seed)",
+        )
 
 
 def _checked_prompt(method: str, prompt: Any) -> ReasoningPrompts:
