@@ -28,7 +28,7 @@ from agilerl.llm.generation.hf import HFGenerator
 from agilerl.llm.losses import policy_loss, reduction_counts, reduction_weights
 from agilerl.llm.plan import split_into_micro_batches
 from agilerl.llm.policy import Policy, scatter_actions
-from agilerl.llm.prompts import PromptEncoder
+from agilerl.llm.prompts import PromptEncoder, fill_template
 from agilerl.llm.shared_base import SharedBase
 from agilerl.testing import (
     SPELL_BACKWARD_CONVERSATION,
@@ -81,7 +81,7 @@ def main() -> None:  # noqa: PLR0915 - one function on purpose, to be read top t
     train, test = spell_backward_datasets(
         train_size=PROMPTS * args.steps, test_size=200, seed=args.seed
     )
-    encoder = PromptEncoder(tokenizer, SPELL_BACKWARD_CONVERSATION)
+    encoder = PromptEncoder(tokenizer)
     before = evaluate(generator, encoder, tokenizer, test, sampling, rng)
     print(f"held-out accuracy before: {before:.3f}")
 
@@ -90,7 +90,7 @@ def main() -> None:  # noqa: PLR0915 - one function on purpose, to be read top t
 
         # ---- Prompts: questions through the chat template to token ids.
         rows = train[step * PROMPTS : (step + 1) * PROMPTS]
-        prompts = [prompt["input_ids"][0] for prompt in encoder.encode(rows["question"])]
+        prompts = encode(encoder, rows["question"])
 
         # ---- Rollout: every prompt is completed GROUP times at the sampling temperature.
         completions = generator.generate(prompts, GROUP, sampling, rng).token_ids
@@ -163,6 +163,13 @@ def main() -> None:  # noqa: PLR0915 - one function on purpose, to be read top t
     print(f"held-out accuracy after: {after:.3f}")
 
 
+def encode(encoder: PromptEncoder, questions: list[str]) -> list[torch.Tensor]:
+    """Token ids ``(P,)`` of each question's prompt."""
+    template = SPELL_BACKWARD_CONVERSATION
+    conversations = [fill_template(template, {"question": question}) for question in questions]
+    return [prompt["input_ids"][0] for prompt in encoder.encode(conversations)]
+
+
 def evaluate(
     generator: HFGenerator,
     encoder: PromptEncoder,
@@ -173,7 +180,7 @@ def evaluate(
 ) -> float:
     """Share of right greedy answers to the held-out questions."""
     greedy = SamplingConfig(**{**vars(sampling), "greedy": True})
-    prompts = [prompt["input_ids"][0] for prompt in encoder.encode(test["question"])]
+    prompts = encode(encoder, test["question"])
     completions = generator.generate(prompts, 1, greedy, rng).token_ids
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     rewards = map(spell_backward_correct, texts, test["answer"], test["question"])

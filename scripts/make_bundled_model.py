@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from warm_up import Batch, Supervised, make_batch, save, start
 
-from agilerl.llm.prompts import PromptEncoder
+from agilerl.llm.prompts import PromptEncoder, fill_template
 from agilerl.testing import (
     SPELL_BACKWARD_CONVERSATION,
     bundled_model_path,
@@ -156,8 +156,11 @@ def encode(tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> Batch:
 
 def render(tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> list[str]:
     """Write the prompts just as `ReasoningGym` will."""
-    encoder = PromptEncoder(tokenizer, SPELL_BACKWARD_CONVERSATION)
-    return [encoder.render(question) for question in rows["question"]]
+    encoder = PromptEncoder(tokenizer)
+    return [
+        encoder.render(fill_template(SPELL_BACKWARD_CONVERSATION, {"question": question}))
+        for question in rows["question"]
+    ]
 
 
 @torch.no_grad()

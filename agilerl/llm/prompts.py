@@ -1,4 +1,4 @@
-r"""From a question to a tokenised prompt: fill the conversation template, render it, tokenise it.
+r"""From messages to a tokenised prompt: fill the template, render the conversation, tokenise it.
 
 With ``[{"role": "user", "content": "Q: {question}\nA:"}]`` and the question ``2+2?``::
 
@@ -10,14 +10,20 @@ With ``[{"role": "user", "content": "Q: {question}\nA:"}]`` and the question ``2
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import json
 import logging
+import re
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
 
-from agilerl.checks import require
+from agilerl.checks import require, shorten, warn_once
 from agilerl.typing import ReasoningPrompts
 
 if TYPE_CHECKING:
@@ -25,20 +31,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Conversation: TypeAlias = Sequence[Mapping[str, str]]
-"""Messages, each with a ``role`` and a ``content``."""
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages, each with a ``role`` and a ``content``, which are strings; other keys, such as
+``tool_calls``, are the chat template's."""
 
-PLACEHOLDER = "{question}"
+EXAMPLE_TEMPLATE = '[{"role": "user", "content": "{question}"}]'
+"""A conversation template for messages to users."""
+
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+_WRITTEN_BY_STR = (datetime.date, datetime.time, decimal.Decimal, uuid.UUID)
+_SET_BY_RENDERER = (
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
+    "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
+    "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+)  # fmt: skip
 
 
 def check_template(conversation_template: Conversation) -> None:
-    """Check that a template can be filled.
+    """Check that a template is a list of messages.
 
     Raises:
         TypeError: It is not a list of messages whose role and content are strings.
-        ValueError: It is empty, or no content has the placeholder ``{question}``.
     """
-    remedy = 'pass for example [{"role": "user", "content": "{question}"}]'
+    remedy = f"pass for example {EXAMPLE_TEMPLATE}"
     require(
         isinstance(conversation_template, Sequence) and not isinstance(conversation_template, str),
         f"conversation_template is of type {type(conversation_template).__name__}; it must be a "
@@ -53,23 +68,101 @@ def check_template(conversation_template: Conversation) -> None:
             f"'content' are strings: {remedy}",
             TypeError,
         )
-    require(
-        any(PLACEHOLDER in message["content"] for message in conversation_template),
-        f"conversation_template has no {PLACEHOLDER} in any content, so every prompt would be the "
-        f"same, got {list(conversation_template)!r}; {remedy}",
-    )
 
 
-def fill_template(conversation_template: Conversation, question: str) -> list[dict[str, str]]:
-    """Replace ``{question}`` in the template; every other brace stays as it is.
+def placeholders(conversation_template: Conversation) -> list[str]:
+    """What stands between braces in the contents of a template, in order, each once."""
+    found = [_PLACEHOLDER.findall(message["content"]) for message in conversation_template]
+    return list(dict.fromkeys(name for names in found for name in names))
+
+
+def fill_template(
+    conversation_template: Conversation, values: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Replace ``{name}`` by the value of that name; every other brace stays as it is.
 
     The inserted text is not searched again, so a question may itself contain ``{question}``.
+
+    Raises:
+        TypeError: A value that cannot be shown as text.
     """
+
     # str.format would take any other brace, in the template or of a set or LaTeX, for a field.
+    def fill(found: re.Match[str]) -> str:
+        return as_text(values[found[1]]) if found[1] in values else found[0]
+
     return [
-        {**message, "content": message["content"].replace(PLACEHOLDER, question)}
+        {**message, "content": _PLACEHOLDER.sub(fill, message["content"])}
         for message in conversation_template
     ]
+
+
+def as_text(value: Any) -> str:
+    """A value as a prompt shows it: a string as it is, all else as JSON (dates as usual).
+
+    A list is ``[3, 5, 7]``, a number ``24``, a dict ``{"x": 1}``.
+
+    Raises:
+        TypeError: The value is, or holds, something that is no text, such as an image.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, _WRITTEN_BY_STR):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False, default=_as_json)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return value.tolist()
+    require(
+        isinstance(value, _WRITTEN_BY_STR),
+        f"a value of type {type(value).__name__} cannot be shown as text",
+        TypeError,
+    )
+    return str(value)
+
+
+def check_template_arguments(
+    chat_template_kwargs: Mapping[str, Any] | None, has_template: bool
+) -> dict[str, Any]:
+    """Check further arguments of the chat template.
+
+    Args:
+        chat_template_kwargs: Such as ``{"enable_thinking": False}``.
+        has_template: Whether there is a chat template that gets them.
+
+    Returns:
+        They, ``{}`` for None.
+
+    Raises:
+        TypeError: Not a dict by name.
+        ValueError: An argument that is set here already.
+    """
+    if chat_template_kwargs is None:
+        return {}
+    require(
+        isinstance(chat_template_kwargs, Mapping)
+        and all(isinstance(name, str) for name in chat_template_kwargs),
+        f"chat_template_kwargs is {shorten(chat_template_kwargs)}; it must be a dict by name, such "
+        'as {"enable_thinking": False}, or None',
+        TypeError,
+    )
+    for name in chat_template_kwargs:
+        remedy = "leave it out"
+        if name == "chat_template":
+            remedy = "set tokenizer.chat_template instead"
+        require(
+            name not in _SET_BY_RENDERER,
+            f"chat_template_kwargs has {name!r}, which is not the template's to know: {remedy}",
+        )
+    if chat_template_kwargs and not has_template:
+        warn_once(
+            logger,
+            "chat_template_kwargs %s have no effect: no chat template is used.",
+            sorted(chat_template_kwargs),
+        )
+    return dict(chat_template_kwargs)
 
 
 def render_conversation(
@@ -105,7 +198,7 @@ def render_conversation(
         roles = [message["role"] for message in conversation]
         raise ValueError(
             f"the tokenizer's chat template refuses a conversation of roles {roles} ({exc}); "
-            "change the roles in conversation_template (some models know no system message)"
+            "change the roles (some models know no system message)"
         ) from exc
     return str(text)
 
@@ -116,19 +209,21 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class PromptEncoder:
-    """Turns questions into prompts: one tokenizer, one conversation template.
+    """Turns conversations into prompts.
 
     Args:
         tokenizer: The tokenizer of the model that will read the prompts.
-        conversation_template: Messages, at least one of them with ``{question}`` in its content.
+        chat_template_kwargs: Further arguments of its chat template, such as ``enable_thinking``.
 
     Raises:
-        TypeError: No tokenizer, or a template that is not a list of messages.
-        ValueError: A template without ``{question}``, or one that the chat template refuses.
+        TypeError: No tokenizer; arguments of the template that are no dict.
+        ValueError: An argument of the template that is set here.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, conversation_template: Conversation
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         require(
             callable(tokenizer) and hasattr(tokenizer, "batch_decode"),
@@ -136,21 +231,19 @@ class PromptEncoder:
             "tokenizer: pass the model's own, such as AutoTokenizer.from_pretrained(model_name)",
             TypeError,
         )
-        check_template(conversation_template)
         self.tokenizer = tokenizer
-        self.conversation_template = [dict(message) for message in conversation_template]
+        self.chat_template_kwargs = check_template_arguments(
+            chat_template_kwargs, has_chat_template(tokenizer)
+        )
         if not has_chat_template(tokenizer):
             logger.warning(
-                "The tokenizer has no chat template: prompts are the contents of "
-                "conversation_template concatenated as they are, its roles have no effect."
+                "The tokenizer has no chat template: prompts are the contents of the messages "
+                "concatenated as they are, roles have no effect."
             )
-        self.render("?")  # A chat template that refuses the roles fails here, not in training.
 
-    def render(self, question: str) -> str:
-        """The prompt for ``question`` as text."""
-        return render_conversation(
-            fill_template(self.conversation_template, question), self.tokenizer
-        )
+    def render(self, conversation: Conversation) -> str:
+        """The prompt as text."""
+        return render_conversation(conversation, self.tokenizer, self.chat_template_kwargs)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of rendered prompts, one list each."""
@@ -162,19 +255,20 @@ class PromptEncoder:
         )
         return [list(ids) for ids in encoded["input_ids"]]
 
-    def encode(self, questions: Sequence[str]) -> list[ReasoningPrompts]:
-        """Encode questions, one prompt dict each.
+    def encode(self, conversations: Sequence[Conversation]) -> list[ReasoningPrompts]:
+        """Encode conversations, one prompt dict each.
 
         Raises:
-            ValueError: A prompt has no token at all, so there is nothing to continue.
+            ValueError: A prompt has no token at all, so there is nothing to continue; the chat
+                template refuses a conversation.
         """
-        texts = [self.render(question) for question in questions]
+        texts = [self.render(conversation) for conversation in conversations]
         prompts: list[ReasoningPrompts] = []
-        for text, ids, question in zip(texts, self.tokenize(texts), questions, strict=True):
+        for text, ids, conversation in zip(texts, self.tokenize(texts), conversations, strict=True):
             require(
                 bool(ids),
-                f"question {question!r} gives a prompt without any token; drop it from the "
-                "dataset or add text around {question} in conversation_template",
+                f"{shorten(list(conversation))} gives a prompt without any token; drop it from the "
+                "dataset or add text in conversation_template",
             )
             input_ids = torch.tensor([ids], dtype=torch.long)
             prompts.append(

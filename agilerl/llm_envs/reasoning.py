@@ -11,12 +11,8 @@ import torch
 from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, Number, require
 from agilerl.llm.prompts import Conversation, PromptEncoder
 from agilerl.llm_envs.completion_checks import check_completions, takes_action
-from agilerl.llm_envs.dataset import (
-    PromptBatch,
-    PromptDataset,
-    TrainingBatchSampler,
-    check_dataset,
-)
+from agilerl.llm_envs.dataset import PromptBatch, PromptReader, Splits
+from agilerl.llm_envs.dataset.conversations import question_text
 from agilerl.llm_envs.rewards import RewardFunctions, RewardPool
 from agilerl.llm_envs.rewards.columns import OFFERED, CompletionReader, dataset_columns
 from agilerl.llm_envs.rewards.scorer import score_groups
@@ -42,9 +38,11 @@ class ReasoningGym:
         env.evaluate(lambda prompts: agent.get_action(prompts, training=False)).rewards  # (rows,)
 
     Args:
-        train_dataset: Rows with the columns ``question`` (str) and ``answer`` (passed to
-            ``reward_fn`` unchanged; never part of a prompt), and others that rewards ask for.
-        test_dataset: The held-out rows, same columns.
+        train_dataset: A ``datasets.Dataset`` or a list of dicts: rows with a column ``question``,
+            or those that the template shows, or a conversation in a column ``prompt`` or
+            ``messages``; ``answer`` (never part of a prompt) and others as rewards ask for them,
+            who get them unchanged. See ``docs/data.md``.
+        test_dataset: The held-out rows, same columns; None: there is no evaluation.
         tokenizer: The model's tokenizer. Without a chat template the contents of the conversation
             are concatenated.
         reward_fn: A function, a list of functions or a dict by name, plain or async, called in
@@ -54,8 +52,10 @@ class ReasoningGym:
             parameters name none of them gets completion, answer and question by position. It
             returns one finite number; in a list or dict None where it does not apply to a row. See
             :mod:`agilerl.rewards` for functions that get lists, and for some to use.
-        conversation_template: Messages ``{"role": ..., "content": ...}``; ``{question}`` in them
-            is replaced, other braces stay. If the last message is the assistant's, it is continued.
+        conversation_template: Messages ``{"role": ..., "content": ...}``; ``{question}`` or any
+            other column but ``{answer}`` in them is replaced, other braces stay. If the last
+            message is the assistant's, it is continued. Where rows hold conversations: None, or
+            messages without a column, to stand in front.
         data_batch_size_per_gpu: Prompts per training batch and process.
         accelerator: With several processes, each gets its own share of every batch and of the test
             rows; no row is dropped or repeated.
@@ -71,20 +71,22 @@ class ReasoningGym:
             order of the functions, or a dict by name. Those left out have 1.
         skip_special_tokens: False keeps special tokens in the texts that rewards and samples show,
             except padding and an end-of-sequence token at the end.
+        chat_template_kwargs: Further arguments of the chat template, such as
+            ``{"enable_thinking": False}``.
 
     Raises:
         TypeError: An argument of the wrong type; a reward whose parameter names nothing.
-        ValueError: A missing column, no rows (or none that fits), a size below 1, a template
-            without ``{question}``, a tokenizer without a pad token.
+        ValueError: A missing column, no rows (or none that fits), a row that gives no prompt, a
+            size below 1, a template that shows no column, a tokenizer without a pad token.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the public contract
         self,
-        train_dataset: Dataset,
-        test_dataset: Dataset,
+        train_dataset: Dataset | Sequence[Mapping[str, Any]],
+        test_dataset: Dataset | Sequence[Mapping[str, Any]] | None,
         tokenizer: PreTrainedTokenizerBase,
         reward_fn: RewardFunctions,
-        conversation_template: Conversation,
+        conversation_template: Conversation | None,
         data_batch_size_per_gpu: int = 8,
         accelerator: Accelerator | None = None,
         return_raw_completions: bool = False,
@@ -97,6 +99,7 @@ class ReasoningGym:
         eval_batch_size: int | None = None,
         reward_weights: Sequence[float] | Mapping[str, float] | None = None,
         skip_special_tokens: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         COUNT("data_batch_size_per_gpu", data_batch_size_per_gpu)
         OPTIONAL_COUNT("eval_batch_size", eval_batch_size)
@@ -105,16 +108,14 @@ class ReasoningGym:
         self.data_batch_size_per_gpu = data_batch_size_per_gpu
         self.eval_batch_size = eval_batch_size or max(_LEAST_EVAL_BATCH, data_batch_size_per_gpu)
         FLAG("skip_special_tokens", skip_special_tokens)
-        check_dataset("train_dataset", train_dataset)
-        check_dataset("test_dataset", test_dataset)
-        # A function that asks for a column gets it in evaluation too.
-        common = [c for c in train_dataset.column_names if c in test_dataset.column_names]
+        splits = Splits(train_dataset, test_dataset)
         self._rewards = RewardPool(
             *(reward_fn, reward_timeout, failure_reward, reward_workers),
             reward_weights=reward_weights,
-            columns=[*OFFERED, *common],
+            columns=[*OFFERED, *splits.column_names],
         )
-        encoder = PromptEncoder(tokenizer, conversation_template)
+        splits.check_answers(self._rewards.named_columns)
+        encoder = PromptEncoder(tokenizer, chat_template_kwargs)
         require(
             tokenizer.pad_token_id is not None,
             "tokenizer has no pad token, so padding cannot be told from text; set for example "
@@ -122,17 +123,19 @@ class ReasoningGym:
         )
         self.tokenizer = tokenizer
         self._reader = CompletionReader(tokenizer, skip_special_tokens)
-        shared = encoder, max_context_length, dataset_columns(self._rewards.columns, common)
-        self._train = PromptDataset("train_dataset", train_dataset, *shared)
-        self._test = PromptDataset("test_dataset", test_dataset, *shared)
+        prompts = PromptReader(
+            splits.conversations(conversation_template),
+            encoder,
+            dataset_columns(self._rewards.columns, splits.column_names),
+        )
         rank, processes = _rank_and_processes(accelerator)
         self.num_processes = processes
         """Processes that share the rows."""
-        self._sampler = TrainingBatchSampler(
-            len(self._train), data_batch_size_per_gpu, int(seed), rank, processes
+        self._train, self._test = splits.prompts(
+            *(prompts, max_context_length, data_batch_size_per_gpu, int(seed), rank, processes)
         )
         # Equal shares would leave test rows out or score some twice.
-        self._test_rows = list(range(len(self._test)))[rank::processes]
+        self._test_rows = range(0 if self._test is None else len(self._test))[rank::processes]
         self._test_offset: int | None = None
         self._current: PromptBatch | None = None
 
@@ -154,12 +157,12 @@ class ReasoningGym:
     @property
     def num_epochs(self) -> int:
         """Completed passes over the training rows."""
-        return self._sampler.epoch
+        return self._train.epoch
 
     @property
     def questions(self) -> list[str]:
-        """Questions of the current batch."""
-        return [] if self._current is None else list(self._current.questions)
+        """Questions of the current batch as text; without that column the user's last messages."""
+        return [] if self._current is None else _texts(self._current)
 
     @property
     def answers(self) -> list[Any]:
@@ -176,14 +179,15 @@ class ReasoningGym:
 
         Counted at the first call, unless ``max_context_length`` had them counted before.
         """
-        return self._train.lengths() + self._test.lengths()
+        return self._train.lengths() + ([] if self._test is None else self._test.lengths())
 
     def fingerprint(self) -> str:
         """Digests of the training and of the test split: questions, answers and templates.
 
         Rows dropped as too long are not part of it.
         """
-        return f"{self._train.fingerprint()}-{self._test.fingerprint()}"
+        test = "none" if self._test is None else self._test.fingerprint()
+        return f"{self._train.fingerprint()}-{test}"
 
     def reset(self, reset_dataloaders: bool = False) -> list[ReasoningPrompts]:
         """Hand out the present training batch; in ``eval_mode`` the first test batch.
@@ -196,7 +200,7 @@ class ReasoningGym:
         if self._test_offset is not None:
             self._test_offset = 0
         elif reset_dataloaders:
-            self._sampler.set_epoch(0)
+            self._train.restart()
         return self._hand_out()
 
     def upcoming(self, count: int) -> list[list[ReasoningPrompts]]:
@@ -204,7 +208,7 @@ class ReasoningGym:
 
         The training position stays.
         """
-        return [list(self._train.batch(rows).prompts) for rows in self._sampler.upcoming(count)]
+        return [list(batch.prompts) for batch in self._train.upcoming(count)]
 
     def step(
         self,
@@ -239,11 +243,11 @@ class ReasoningGym:
             f"completion_ids have groups of sizes {sorted(sizes)}; use one size G",
         )
         scored = score_groups(self._rewards, self._reader, batch, completion_ids, action)
-        self.last_questions, self.last_answers = list(batch.questions), list(batch.answers)
+        self.last_questions, self.last_answers = _texts(batch), list(batch.answers)
         self.last_completions = scored.texts
         self.last_rewards = scored.named_rewards
         if self._test_offset is None:
-            self._sampler.advance()
+            self._train.advance()
         else:
             self._test_offset += self.eval_batch_size
         prompts = self._hand_out()
@@ -261,6 +265,7 @@ class ReasoningGym:
             loop: Times to go through the test split.
 
         Raises:
+            ValueError: There are no test rows.
             Exception: What :meth:`step` raises.
         """
         rewards = [torch.zeros(0)]  # with fewer rows than processes, some have none
@@ -286,7 +291,15 @@ class ReasoningGym:
         """``reset`` and ``step`` go through the test rows inside it.
 
         Afterwards training is exactly where it was: a batch that was handed out can be stepped.
+
+        Raises:
+            ValueError: There are no test rows.
         """
+        require(
+            self._test is not None,
+            "test_dataset is None, so there is nothing to evaluate on; build the environment with "
+            "test_dataset=...",
+        )
         outside = self._current, self._test_offset
         self._current, self._test_offset = None, 0
         try:
@@ -296,7 +309,7 @@ class ReasoningGym:
 
     def state_dict(self) -> dict[str, Any]:
         """The training position: the first batch that is not scored yet. JSON-compatible."""
-        return self._sampler.state_dict()
+        return self._train.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved training position; ``reset`` then hands out the batch there.
@@ -310,7 +323,7 @@ class ReasoningGym:
             "load_state_dict inside eval_mode; leave eval_mode first",
             RuntimeError,
         )
-        self._sampler.load_state_dict(state)
+        self._train.load_state_dict(state)
         self._current = None
 
     def close(self) -> None:
@@ -319,12 +332,16 @@ class ReasoningGym:
 
     def _hand_out(self) -> list[ReasoningPrompts]:
         if self._test_offset is None:
-            self._current = self._train.batch(self._sampler.current())
-        else:
+            self._current = self._train.current()
+        elif self._test is not None:
             end = self._test_offset + self.eval_batch_size
             rows = self._test_rows[self._test_offset : end]
             self._current = self._test.batch(rows) if rows else None
         return [] if self._current is None else list(self._current.prompts)
+
+
+def _texts(batch: PromptBatch) -> list[str]:
+    return [question_text(question) for question in batch.questions]
 
 
 def _rank_and_processes(accelerator: Accelerator | None) -> tuple[int, int]:

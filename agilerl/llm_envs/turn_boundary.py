@@ -16,7 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agilerl.checks import require, warn_once
-from agilerl.llm.prompts import has_chat_template, render_conversation
+from agilerl.llm.prompts import (
+    check_template_arguments,
+    has_chat_template,
+    render_conversation,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,9 +51,9 @@ class TurnBoundary:
     ) -> None:
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
-        self.template_arguments = template_arguments
         self.special_ids = special_ids(tokenizer)
         self.has_template = apply_chat_template and has_chat_template(tokenizer)
+        self.template_arguments = check_template_arguments(template_arguments, self.has_template)
         if apply_chat_template and not self.has_template:
             warn_once(
                 logger,

@@ -1,18 +1,32 @@
 from __future__ import annotations
 
+import datetime
+import decimal
 import logging
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from agilerl.llm.prompts import PromptEncoder, check_template, fill_template, render_conversation
+from agilerl.llm.prompts import (
+    PromptEncoder,
+    as_text,
+    check_template,
+    fill_template,
+    render_conversation,
+)
 from agilerl.testing import byte_tokenizer
 
 TEMPLATE = [
     {"role": "system", "content": 'Answer in \\boxed{} and JSON {"a": {0}}.'},
     {"role": "user", "content": "Q: {question}\nA:"},
 ]
+
+
+def asked(*questions: str) -> list[list[dict[str, Any]]]:
+    return [fill_template(TEMPLATE, {"question": question}) for question in questions]
 
 
 @pytest.fixture
@@ -27,19 +41,19 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFa
 
 
 def test_only_the_placeholder_is_replaced() -> None:
-    filled = fill_template(TEMPLATE, "{x: 1} \\frac{1}{2} {answer} {}")
+    filled = fill_template(TEMPLATE, {"question": "{x: 1} \\frac{1}{2} {answer} {}"})
     assert filled[0]["content"] == TEMPLATE[0]["content"]
     assert filled[1]["content"] == "Q: {x: 1} \\frac{1}{2} {answer} {}\nA:"
 
 
 def test_a_question_that_holds_the_placeholder_is_not_filled_again() -> None:
-    filled = fill_template(TEMPLATE, "what is {question}?")
+    filled = fill_template(TEMPLATE, {"question": "what is {question}?"})
     assert filled[1]["content"] == "Q: what is {question}?\nA:"
 
 
 def test_filling_leaves_the_template_as_it_was() -> None:
     before = [dict(message) for message in TEMPLATE]
-    fill_template(TEMPLATE, "2+2?")
+    fill_template(TEMPLATE, {"question": "2+2?"})
     assert before == TEMPLATE
 
 
@@ -62,21 +76,21 @@ def test_without_chat_template_contents_are_concatenated_with_one_log_line(
     plain_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        encoder = PromptEncoder(plain_tokenizer, TEMPLATE)
-        prompts = [*encoder.encode(["2+2?", "3+3?"]), *encoder.encode(["4+4?"])]
+        encoder = PromptEncoder(plain_tokenizer)
+        prompts = [*encoder.encode(asked("2+2?", "3+3?")), *encoder.encode(asked("4+4?"))]
     assert prompts[0]["text"] == 'Answer in \\boxed{} and JSON {"a": {0}}.Q: 2+2?\nA:'
     assert len(caplog.records) == 1
     assert "no chat template" in caplog.text
 
 
 def test_encoded_prompts_hold_ids_mask_and_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    (prompt,) = PromptEncoder(tokenizer, TEMPLATE).encode(["2+2?"])
+    (prompt,) = PromptEncoder(tokenizer).encode(asked("2+2?"))
     assert prompt["input_ids"].dtype == prompt["attention_mask"].dtype == torch.long
     assert prompt["input_ids"].shape == prompt["attention_mask"].shape
     assert prompt["attention_mask"].all()
     assert tokenizer.decode(prompt["input_ids"][0]) == prompt["text"]
     expected = tokenizer.apply_chat_template(
-        fill_template(TEMPLATE, "2+2?"), add_generation_prompt=True, return_dict=False
+        fill_template(TEMPLATE, {"question": "2+2?"}), add_generation_prompt=True, return_dict=False
     )
     assert prompt["input_ids"].tolist() == [expected]
 
@@ -89,16 +103,16 @@ def test_the_bos_is_there_once(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer._tokenizer.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)]
     )
-    template = [{"role": "user", "content": "{question}"}]
+    conversations = [[{"role": "user", "content": "hi"}]]
     tokenizer.chat_template = "<|endoftext|>{{ messages[0]['content'] }}"
-    chat = PromptEncoder(tokenizer, template).encode(["hi"])[0]["input_ids"][0].tolist()
+    chat = PromptEncoder(tokenizer).encode(conversations)[0]["input_ids"][0].tolist()
     tokenizer.chat_template = None
-    plain = PromptEncoder(tokenizer, template).encode(["hi"])[0]["input_ids"][0].tolist()
+    plain = PromptEncoder(tokenizer).encode(conversations)[0]["input_ids"][0].tolist()
     assert chat == plain == [bos, *b"hi"]
 
 
 def test_no_questions_give_no_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert PromptEncoder(tokenizer, TEMPLATE).encode([]) == []
+    assert PromptEncoder(tokenizer).encode([]) == []
 
 
 @pytest.mark.parametrize(
@@ -110,9 +124,6 @@ def test_no_questions_give_no_prompts(tokenizer: PreTrainedTokenizerFast) -> Non
         (["{question}"], TypeError, r"conversation_template\[0\] is .*must be a dict"),
         ([{"role": "user"}], TypeError, "'role' and 'content'"),
         ([{"role": "user", "content": [{"text": "{question}"}]}], TypeError, "are strings"),
-        ([], ValueError, "has no {question}"),
-        ([{"role": "user", "content": "Q: { question }"}], ValueError, "has no {question}"),
-        ([{"role": "{question}", "content": "x"}], ValueError, "in any content"),
     ],
 )
 def test_bad_templates(template: object, error: type[Exception], match: str) -> None:
@@ -123,7 +134,7 @@ def test_bad_templates(template: object, error: type[Exception], match: str) -> 
 @pytest.mark.parametrize("tokenizer", [None, "Qwen/Qwen2.5-0.5B", len])
 def test_bad_tokenizers(tokenizer: object) -> None:
     with pytest.raises(TypeError, match=r"tokenizer is of type .* AutoTokenizer"):
-        PromptEncoder(tokenizer, TEMPLATE)  # type: ignore[arg-type]
+        PromptEncoder(tokenizer)  # type: ignore[arg-type]
 
 
 def test_a_chat_template_that_refuses_a_role_says_so_at_once(
@@ -133,10 +144,65 @@ def test_a_chat_template_that_refuses_a_role_says_so_at_once(
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     )
     with pytest.raises(ValueError, match=r"refuses .*'system', 'user'.*no system"):
-        PromptEncoder(tokenizer, TEMPLATE)
+        PromptEncoder(tokenizer).encode(asked("2+2?"))
 
 
 def test_a_prompt_without_tokens_is_refused(plain_tokenizer: PreTrainedTokenizerFast) -> None:
-    encoder = PromptEncoder(plain_tokenizer, [{"role": "user", "content": "{question}"}])
+    encoder = PromptEncoder(plain_tokenizer)
     with pytest.raises(ValueError, match="without any token"):
-        encoder.encode([""])
+        encoder.encode([[{"role": "user", "content": ""}]])
+
+
+# --- values as text -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("{x}", "{x}"),
+        (24, "24"),
+        (0.5, "0.5"),
+        (True, "true"),
+        ([3, 5, 7], "[3, 5, 7]"),
+        ((1, "é"), '[1, "é"]'),
+        ({"x": [1, None]}, '{"x": [1, null]}'),
+        (np.arange(3), "[0, 1, 2]"),
+        (np.int64(4), "4"),
+        (torch.tensor([[1, 2]]), "[[1, 2]]"),
+        (datetime.date(2024, 5, 1), "2024-05-01"),
+        ({"when": datetime.date(2024, 5, 1)}, '{"when": "2024-05-01"}'),
+        (decimal.Decimal("1.10"), "1.10"),
+    ],
+)
+def test_a_value_as_text(value: Any, text: str) -> None:
+    template = [{"role": "user", "content": "<{value}>{"}]
+    assert fill_template(template, {"value": value})[0]["content"] == f"<{text}>{{"
+
+
+@pytest.mark.parametrize("value", [object(), [object()], b"bytes"])
+def test_what_is_no_text(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"of type (object|bytes) cannot be shown as text"):
+        as_text(value)
+
+
+# --- arguments of the chat template -------------------------------------------------------------
+
+
+def test_the_chat_template_gets_its_arguments(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ '/no_think' if not thinks }}"
+    conversation = [{"role": "user", "content": "hi"}]
+    assert PromptEncoder(tokenizer, {"thinks": False}).render(conversation) == "hi/no_think"
+    assert PromptEncoder(tokenizer, {"thinks": True}).render(conversation) == "hi"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "messages", "chat_template"])
+def test_arguments_that_the_renderer_sets(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    with pytest.raises(ValueError, match=f"chat_template_kwargs has '{name}'"):
+        PromptEncoder(tokenizer, {name: True})
+
+
+def test_arguments_without_a_chat_template(
+    plain_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    PromptEncoder(plain_tokenizer, {"unheard_of": False})
+    assert "chat_template_kwargs ['unheard_of'] have no effect" in caplog.text

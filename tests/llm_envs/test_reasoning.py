@@ -452,7 +452,7 @@ def test_prompt_lengths_count_the_template_once(make_env: MakeEnv, limit: int | 
     env = make_env(train_dataset=train, test_dataset=test, max_context_length=limit)
     expected = [27, 29, 26, 28] if limit is None else [27, 26]
     assert env.prompt_lengths() == expected
-    env._train._encoder = env._test._encoder = None  # type: ignore[assignment]
+    env.tokenizer.chat_template = "longer {{ messages }}"
     assert env.prompt_lengths() == expected
 
 
@@ -482,25 +482,28 @@ def test_the_fingerprint_is_of_questions_answers_and_templates(make_env: MakeEnv
     ("kwargs", "error", "match"),
     [
         ({"train_dataset": None}, TypeError, "train_dataset is .*must be a datasets.Dataset"),
-        (
-            {"test_dataset": [{"question": "q"}]},
-            TypeError,
-            "test_dataset is of type list; it must be",
-        ),
+        ({"test_dataset": [{"question": "q"}]}, ValueError, "test_dataset has no column 'answer'"),
+        ({"train_dataset": ["2+2?"]}, TypeError, r"train_dataset\[0\] is '2\+2\?'; each row must"),
+        ({"train_dataset": []}, ValueError, "train_dataset has no rows"),
         ({"train_dataset": DatasetDict(train=sums(0, 2))}, TypeError, "one split"),
         ({"train_dataset": sums(0, 2).to_iterable_dataset()}, TypeError, "of type IterableDataset"),
         ({"train_dataset": Dataset.from_list([])}, ValueError, "train_dataset has no rows"),
         ({"test_dataset": sums(0, 0)}, ValueError, "test_dataset has no rows"),
         (
-            {"train_dataset": sums(0, 2).rename_column("question", "prompt")},
+            {"train_dataset": sums(0, 2).rename_column("question", "problem")},
             ValueError,
-            "'question'",
+            "train_dataset has no column 'question', only .*'problem'",
+        ),
+        (
+            {"test_dataset": sums(0, 2).rename_column("question", "problem")},
+            ValueError,
+            "test_dataset has no column 'question', of which prompts are made",
         ),
         ({"test_dataset": sums(0, 2).remove_columns("answer")}, ValueError, "no column 'answer'"),
         (
             {"train_dataset": Dataset.from_dict({"question": ["a", None], "answer": ["", ""]})},
-            TypeError,
-            "train_dataset row 1: question must be a string, got None",
+            ValueError,
+            "train_dataset row 1: question is None, and conversation_template shows it; drop",
         ),
         ({"tokenizer": None}, TypeError, "tokenizer is of type NoneType"),
         ({"reward_fn": 1.0}, TypeError, "reward_fn is 1.0; pass a function"),
@@ -508,6 +511,9 @@ def test_the_fingerprint_is_of_questions_answers_and_templates(make_env: MakeEnv
         ({"reward_weights": [1.0]}, TypeError, "reward_fn is not a list or a dict"),
         ({"skip_special_tokens": None}, TypeError, "skip_special_tokens is None"),
         ({"conversation_template": []}, ValueError, "has no {question}"),
+        ({"conversation_template": None}, ValueError, "is None, .* no conversations.*for example"),
+        ({"chat_template_kwargs": {"tokenize": True}}, ValueError, "chat_template_kwargs has"),
+        ({"chat_template_kwargs": [1]}, TypeError, r"chat_template_kwargs is \[1\]"),
         ({"conversation_template": "{question}"}, TypeError, "list of messages"),
         (
             {"data_batch_size_per_gpu": 0},
@@ -589,6 +595,7 @@ def test_the_contracts_signature() -> None:
     ours = {
         "reward_timeout": 60.0, "failure_reward": None, "reward_workers": 16,
         "eval_batch_size": None, "reward_weights": None, "skip_special_tokens": True,
+        "chat_template_kwargs": None,
     }  # fmt: skip
     rest = dict(list(parameters.items())[10:])
     assert {name: parameter.default for name, parameter in rest.items()} == ours

@@ -105,8 +105,8 @@ def test_batched_rewards_get_the_groups_side_by_side(make_env: MakeEnv, complete
 def test_unasked_columns_are_not_read(make_env: MakeEnv, complete: Complete) -> None:
     """They may be images, or hold what Python cannot."""
     env = make_env(reward_fn=lambda completion, level: level, **data())
-    assert env._train.batch([0, 2]).columns == {"level": [1, 3]}
-    assert make_env(**data())._train.batch([0]).columns == {}
+    assert env._train.dataset.batch([0, 2]).columns == {"level": [1, 3]}
+    assert make_env(**data())._train.dataset.batch([0]).columns == {}
 
 
 def test_a_column_of_one_split_only_is_refused(make_env: MakeEnv) -> None:

@@ -4,7 +4,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agilerl.llm.prompts import PromptEncoder
+from agilerl.llm.prompts import PromptEncoder, fill_template
 from agilerl.testing import (
     SPELL_BACKWARD_CONVERSATION,
     bundled_model_path,
@@ -52,8 +52,11 @@ def test_the_loaded_pair_agrees_on_its_special_tokens() -> None:
 def test_it_half_knows_its_task() -> None:
     model, tokenizer = load_bundled_model()
     _, held_out = spell_backward_datasets(0, 200, seed=0)
-    encoder = PromptEncoder(tokenizer, SPELL_BACKWARD_CONVERSATION)
-    prompts = [encoder.render(question) for question in held_out["question"]]
+    encoder = PromptEncoder(tokenizer)
+    prompts = [
+        encoder.render(fill_template(SPELL_BACKWARD_CONVERSATION, {"question": question}))
+        for question in held_out["question"]
+    ]
     batch = tokenizer(prompts, padding=True, return_tensors="pt")
     outputs = model.generate(**batch, max_new_tokens=9, do_sample=False)
     completions = tokenizer.batch_decode(

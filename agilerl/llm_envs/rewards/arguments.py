@@ -15,7 +15,8 @@ BY_POSITION = ("completion", "answer", "question")
 """What a function gets whose parameters name nothing."""
 
 _PLURALS = {
-    f"{name}s": name for name in ("completion", "answer", "question", "finish_reason", "info")
+    f"{name}s": name
+    for name in ("completion", "answer", "question", "finish_reason", "info", "prompt")
 }
 """Further names in functions that get lists."""
 
@@ -31,11 +32,18 @@ class RewardArguments:
     """Columns given by position."""
     keywords: Mapping[str, str] = field(default_factory=dict)
     """Columns by the parameter that gets each."""
+    collected: frozenset[str] = frozenset()
+    """Those of them that only ``**kwargs`` gets."""
 
     @property
     def columns(self) -> set[str]:
         """The columns that are needed."""
         return {*self.positional, *self.keywords.values()}
+
+    @property
+    def named(self) -> set[str]:
+        """The columns that are asked for by name or position."""
+        return self.columns - self.collected
 
     def bind(self, function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[[], Any]:
         """The call of ``function`` with its share of ``values``, by column."""
@@ -83,10 +91,11 @@ def read_arguments(
     for parameter in own:
         if parameter.kind in _NAMED and parameter.name not in names:
             _check_unknown(label, parameter, names, offered, batched)
+    collected: dict[str, str] = {}
     if takes_all:
         given = {*known.values(), *fixed}
-        known |= {name: name for name in offered if name not in given}
-    return RewardArguments(keywords=known)
+        collected = {name: name for name in offered if name not in given}
+    return RewardArguments(keywords=known | collected, collected=frozenset(collected))
 
 
 def _is_positional(

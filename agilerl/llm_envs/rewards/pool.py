@@ -84,6 +84,8 @@ class RewardPool:
         self._rewards = read_rewards(reward_fn, reward_weights, offered)
         self.columns = set().union(*(reward.arguments.columns for reward in self._rewards))
         """What some function asks for."""
+        self.named_columns = set().union(*(reward.arguments.named for reward in self._rewards))
+        """The same without what only ``**kwargs`` gets."""
         self.reward_fn = reward_fn
         if failure_reward is not None:
             remedy = "pass one finite number, or None to raise on failure"

@@ -1,0 +1,20 @@
+"""From datasets to prompts: rows, conversations, the order of training."""
+
+from __future__ import annotations
+
+from agilerl.llm_envs.dataset.batches import ShuffledBatches, TrainingBatches
+from agilerl.llm_envs.dataset.fingerprint import fingerprint
+from agilerl.llm_envs.dataset.prompt_dataset import PromptBatch, PromptDataset, PromptReader
+from agilerl.llm_envs.dataset.sampler import TrainingBatchSampler
+from agilerl.llm_envs.dataset.splits import Splits
+
+__all__ = [
+    "PromptBatch",
+    "PromptDataset",
+    "PromptReader",
+    "ShuffledBatches",
+    "Splits",
+    "TrainingBatchSampler",
+    "TrainingBatches",
+    "fingerprint",
+]
