@@ -160,6 +160,11 @@ class ReasoningGym:
         return self._train.epoch
 
     @property
+    def has_test_rows(self) -> bool:
+        """Whether it can be evaluated."""
+        return self._test is not None
+
+    @property
     def questions(self) -> list[str]:
         """Questions of the current batch as text; without that column the user's last messages."""
         return [] if self._current is None else _texts(self._current)

@@ -155,6 +155,8 @@ class TrainingLoop:
         A resumed one also makes the generation that was postponed with it, or that was not needed
         as the run had reached its bound.
         """
+        if not self.population.evaluates:
+            return
         resumed, postponed = self.progress is Progress.RESUMED, self._unevaluated is not None
         if postponed or not resumed:
             rows = self._unevaluated or [self._row(member) for member in self.population]
@@ -176,7 +178,7 @@ class TrainingLoop:
             for member, experience in zip(self.population, experiences, strict=True):
                 rows.append(self._train(member, experience))
             ended = self._at_bound()
-            due = (
+            due = self.population.evaluates and (
                 ended
                 or self.iteration % self.options.evaluation_interval == 0
                 or self._evolution_is_due()

@@ -49,6 +49,11 @@ class MultiTurnCollector:
         roll_out(agent, rollout)
         return rollout.finish()
 
+    @property
+    def evaluates(self) -> bool:
+        """Always: evaluation seeds are never trained on."""
+        return True
+
     def can_begin(self, count: int) -> bool:
         """One, because it has one set of environments."""
         return count == 1

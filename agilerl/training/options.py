@@ -109,19 +109,33 @@ class TrainingOptions:
         """Completions with at least this reward count as accurate."""
         return 1.0 if self.max_reward is None else float(self.max_reward)
 
-    def total_prompts(self, prompts: int, agents_per_env: int) -> int:
-        """Prompts per agent that the run will consume, up to the last batch.
+    def total_prompts(self, prompts: int | None, agents_per_env: int) -> int | None:
+        """Prompts per agent that the run will consume, up to the last batch; None if unknown.
 
         Args:
-            prompts: Training prompts of an environment.
+            prompts: Training prompts of an environment; None if it cannot count them.
             agents_per_env: Agents that share one.
         """
         bounds = []
         if self.max_steps is not None:
             bounds.append(self.max_steps)
-        if self.num_epochs is not None:
+        if self.num_epochs is not None and prompts is not None:
             bounds.append(-(-self.num_epochs * prompts // agents_per_env))
-        return min(bounds)
+        return min(bounds, default=None)
+
+    def check_evaluation(self, evaluates: bool) -> None:
+        """Refuse what is decided by fitness where there is no held-out data.
+
+        Raises:
+            ValueError: Naming the option.
+        """
+        needing = {"tournament": self.tournament is not None, "save_elite": bool(self.save_elite)}
+        for name, given in needing.items():
+            require(
+                evaluates or not given,
+                f"{name} chooses agents by their fitness, but there is none without held-out data "
+                "(test_dataset=None): give the environment a test_dataset, or leave it out.",
+            )
 
     def check_elite_path(self, run_directory: Path) -> None:
         """Refuse an elite path whose replacement would take the run directory with it.

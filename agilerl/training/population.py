@@ -123,6 +123,11 @@ class Population:
         return [numbers[id(member.collector)] for member in self]
 
     @property
+    def evaluates(self) -> bool:
+        """Whether there is held-out data for every member."""
+        return all(collector.evaluates for collector in self.collectors)
+
+    @property
     def seed(self) -> int:
         """The first agent's; the same in a resumed run."""
         return self.agents[0].seed

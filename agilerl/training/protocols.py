@@ -138,6 +138,13 @@ class SeveralRewardsEnv(SingleTurnEnv, Protocol):
     def last_rewards(self) -> Mapping[str, torch.Tensor]: ...
 
 
+class HeldOutEnv(SingleTurnEnv, Protocol):
+    """An environment that says whether it can be evaluated; others can."""
+
+    @property
+    def has_test_rows(self) -> bool: ...
+
+
 class DistributedEnv(SingleTurnEnv, Protocol):
     """One that divides its rows among processes."""
 
@@ -151,6 +158,10 @@ class Collector(Protocol):
     @property
     def num_epochs(self) -> int:
         """Completed passes over the training data."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is held-out data."""
 
     def collect(self, agent: Agent) -> Experience:
         """Let the agent act once in the training environment."""

@@ -16,6 +16,7 @@ from agilerl.training.experience import SAMPLES_PER_ITERATION, Experience, Sampl
 from agilerl.training.protocols import (
     Agent,
     FingerprintedEnv,
+    HeldOutEnv,
     LookaheadEnv,
     SeveralRewardsEnv,
     SingleTurnEnv,
@@ -53,6 +54,20 @@ class ReasoningCollector:
     def num_epochs(self) -> int:
         """Completed passes over the training rows."""
         return self.env.num_epochs
+
+    @property
+    def training_prompts(self) -> int | None:
+        """How many there are; None if the environment cannot say, as with a stream of rows."""
+        try:
+            return len(self.env)
+        except TypeError:
+            return None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the environment has test rows."""
+        lacks_it = missing_members(self.env, HeldOutEnv)
+        return bool(lacks_it) or cast(HeldOutEnv, self.env).has_test_rows
 
     def can_begin(self, count: int) -> bool:
         """More than one where the environment knows its next batches."""

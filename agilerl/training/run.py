@@ -81,7 +81,7 @@ def run_training(
         directory = stack.enter_context(
             RunDirectory(name, options.checkpoint_path, checkpoint, ranks)
         )
-        log = _opened_log(agents, options, env_name, total, checkpoint, directory, ranks)
+        log = _opened_log(population, options, env_name, total, checkpoint, directory, ranks)
         failed = True
         try:
             _log_run_directory(log, directory, options, checkpoint, ranks)
@@ -128,7 +128,7 @@ def _name_of_run(
 
 
 def _opened_log(
-    agents: Sequence[Agent],
+    population: Population,
     options: TrainingOptions,
     env_name: str,
     total: int | None,
@@ -137,7 +137,7 @@ def _opened_log(
     ranks: Ranks,
 ) -> RunLog:
     """Write ``config.json`` and open the log, with the rows of a run that is resumed."""
-    config = _config(agents, options, directory.name, env_name)
+    config = _config(population.agents, options, directory.name, env_name)
     if checkpoint is not None:
         config["resumed"] = _resumptions(checkpoint)
         source, saved = checkpoint.path.parent, checkpoint.state
@@ -148,7 +148,10 @@ def _opened_log(
     def opened() -> RunLog:
         if ranks.rank > 0:
             return NoLog()
-        return RunLog(directory.path, directory.name, options, config, total, state)
+        return RunLog(
+            *(directory.path, directory.name, options, config, total, state),
+            evaluates=population.evaluates,
+        )
 
     return ranks.on_all_ranks(opened)
 

@@ -54,7 +54,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     """Finetune a population on single-turn tasks.
 
     One iteration is one batch of prompts and one ``learn`` per agent. All agents are evaluated on
-    the whole test split before training, every ``evaluation_interval`` iterations and at the end.
+    the whole test split before training, every ``evaluation_interval`` iterations and at the end;
+    without a test split never, and nothing can be chosen by fitness.
     The run ends with the iteration in which an agent has consumed ``max_steps`` prompts or an
     environment has completed ``num_epochs`` passes in this call, whichever comes first. Ctrl-C ends
     it after the current iteration, with a checkpoint, and a second Ctrl-C at once; SIGTERM does as
@@ -128,8 +129,11 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     distinct_envs = {id(made): made for made in envs}
     collector_of = {key: ReasoningCollector(made) for key, made in distinct_envs.items()}
     collectors = [collector_of[id(made)] for made in envs]
-    total = options.total_prompts(len(envs[0]), agents_per_env=len(envs) // len(distinct_envs))
+    total = options.total_prompts(
+        collectors[0].training_prompts, agents_per_env=len(envs) // len(distinct_envs)
+    )
     population = Population(pop, collectors)
+    options.check_evaluation(population.evaluates)
     run_training(population, options, envs[0].name, total, ranks)
     return pop
 

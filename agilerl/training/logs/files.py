@@ -36,6 +36,8 @@ FIRST_COLUMNS = (
     "evaluation_seconds",
 )
 """Columns every ``metrics.csv`` starts with; those that ``learn`` reports follow."""
+EVALUATION_COLUMNS = ("fitness", "eval_accuracy", "evaluation_seconds")
+"""Those of them that a run without evaluations does not have."""
 
 
 class _LineLog(ABC, Generic[T]):
@@ -112,10 +114,11 @@ class MetricsCsv(_LineLog[Row]):
 
     Args:
         path: The file; rows are appended to one that exists.
+        columns: The first ones of a new file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.columns = list(FIRST_COLUMNS)
+    def __init__(self, path: Path, columns: Sequence[str] = FIRST_COLUMNS) -> None:
+        self.columns = list(columns)
         exists = path.exists()
         if exists:
             with path.open(newline="", encoding="utf-8") as existing:

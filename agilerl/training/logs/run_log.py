@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from agilerl.training.experience import Sample
 from agilerl.training.logs.files import (
     COMPLETIONS_FILE,
+    EVALUATION_COLUMNS,
+    FIRST_COLUMNS,
     LINEAGE_FILE,
     METRICS_FILE,
     CompletionsFile,
@@ -54,6 +56,7 @@ class RunLog:
         config: What the trackers show as the configuration.
         total: Steps per agent of the whole run, None when unknown.
         resumed: State of the checkpoint that the run is resumed from, if any.
+        evaluates: Whether there are evaluations to write of.
     """
 
     def __init__(
@@ -64,8 +67,11 @@ class RunLog:
         config: Mapping[str, Any],
         total: int | None,
         resumed: Mapping[str, Any] | None = None,
+        evaluates: bool = True,
     ) -> None:
-        self._metrics = MetricsCsv(directory / METRICS_FILE)
+        left_out = () if evaluates else EVALUATION_COLUMNS
+        columns = [name for name in FIRST_COLUMNS if name not in left_out]
+        self._metrics = MetricsCsv(directory / METRICS_FILE, columns)
         self._completions = CompletionsFile(directory / COMPLETIONS_FILE)
         self._lineage = LineageFile(directory / LINEAGE_FILE)
         self._trackers: list[Tracker] = []
