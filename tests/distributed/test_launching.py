@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.utils import DistributedType
-from launchers import kill_launcher
+from processes import kill_launcher
 from torchrun import HERE, torchrun
 
 from agilerl.utils.llm_utils import create_llm_accelerator

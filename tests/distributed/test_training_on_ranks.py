@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 from launched_once import launched_once
-from launchers import kill_launcher
 from learn_from_sampler import MISSING, learned
+from processes import kill_launcher
 from torchrun import HERE, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launchers import kill_launcher
+from processes import kill_launcher
 
 HERE = Path(__file__).parent
 PATHS = [str(HERE.parents[1]), str(HERE.parent / "helpers")]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from launched_once import launched_once
-from launchers import kill_launcher
+from processes import kill_launcher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS_VLLM = pytest.mark.skipif(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from processes import has_ended
 from resume_helpers import make_agents, run_reasoning
 from transformers import PreTrainedModel
 from vllm_agents import CONFIG, agent_on, prompts_of, train
@@ -27,12 +27,6 @@ from agilerl.testing import bundled_model_path, load_bundled_model
 
 def process_of(agent: GRPO) -> psutil.Process:
     return psutil.Process(agent.generator.engine._process.pid)
-
-
-def is_gone(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +72,7 @@ def test_a_hang_ends_in_an_error(impatient: GRPO, other_base: PreTrainedModel) -
     with pytest.raises(EngineError, match=rf"process {process.pid}\) made no progress for 2 s"):
         impatient.get_action(prompts_of(*[100] * 3000))  # more than fits into the socket
     assert time.monotonic() - started < 20
-    assert is_gone(process.pid)
+    assert has_ended(process.pid)
     with pytest.raises(EngineError, match="has ended"):
         impatient.get_action(prompts_of(3))
 
@@ -128,7 +122,7 @@ def test_another_base_is_caught(other_base: PreTrainedModel) -> None:
         agent.get_action(prompts_of(3))
     process = process_of(agent)
     agent.clean_up()
-    assert is_gone(process.pid)
+    assert has_ended(process.pid)
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "SIGINT"])
@@ -145,18 +139,18 @@ def test_no_engine_outlives_its_trainer(end: str) -> None:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("ENGINE "))
         pid, fork, *directories = line.split()[1:]
-        assert not is_gone(int(pid))
+        assert not has_ended(int(pid))
         process.send_signal(signal.Signals[end])
         assert process.wait(60) != 0
-        assert not is_gone(int(fork))
+        assert not has_ended(int(fork))
     finally:
         process.kill()
         if fork:
             os.kill(int(fork), signal.SIGKILL)
         process.communicate()
     deadline = time.monotonic() + 30
-    while not is_gone(int(pid)) and time.monotonic() < deadline:
+    while not has_ended(int(pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert is_gone(int(pid))
+    assert has_ended(int(pid))
     # Log, adapters and base: what a killed trainer has left, its engine removes.
     assert not [directory for directory in directories if Path(directory).exists()]

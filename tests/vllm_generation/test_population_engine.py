@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import command_line
 from vllm_agents import CONFIG, agent_on, prompts_of, train
 
 from agilerl.algorithms import GRPO
@@ -33,7 +34,7 @@ def engine_processes() -> set[int]:
     return {
         child.pid
         for child in psutil.Process().children()
-        if any("engine_process" in word for word in child.cmdline())
+        if any("engine_process" in word for word in command_line(child))
     }
 
 

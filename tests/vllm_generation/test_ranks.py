@@ -6,15 +6,15 @@ import json
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from processes import has_ended
 from torchrun import torchrun
 
 
 def ends(pid: int) -> bool:
     """Whether a process is over soon; an engine ends when it notices that its rank has."""
     for _ in range(600):
-        if not psutil.pid_exists(pid):
+        if has_ended(pid):
             return True
         time.sleep(0.1)
     return False

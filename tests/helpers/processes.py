@@ -1,4 +1,4 @@
-"""Ending programs that start others."""
+"""Ending programs that start others, and telling whether a process has ended."""
 
 from __future__ import annotations
 
@@ -22,3 +22,19 @@ def kill_launcher(process: subprocess.Popen[Any]) -> None:
     for each in [*launcher.children(recursive=True), launcher]:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is over; one that its parent has not waited for yet is."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """The command of a process, empty if it has ended since it was listed."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
