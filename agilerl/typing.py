@@ -9,6 +9,7 @@ Shape letters, the same everywhere in this package:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, runtime_checkable
@@ -66,6 +67,8 @@ Act: TypeAlias = Callable[[list[ReasoningPrompts]], ActionResult]
 class Evaluation:
     """What ``evaluate`` of an environment returns: N answers or episodes, in the order played.
 
+    Those that failed and were dropped are none of the N.
+
     Two test rows of a single-turn environment::
 
         rewards      [1.0, 0.0]
@@ -82,6 +85,11 @@ class Evaluation:
     """The reference answer of each, where there are any."""
     completions: list[str] = field(default_factory=list)
     """What the model answered, or the transcript of the episode."""
+    failures: list[str] = field(default_factory=list)
+    """Why answers failed to be scored, or episodes to be played; those that were dropped for it
+    have no entry above, so that there may be fewer of them than rows."""
+    failure_limit: float = math.inf
+    """How many may fail; with several processes, the sum of theirs."""
 
 
 TensorRows: TypeAlias = "Sequence[torch.Tensor] | torch.Tensor"

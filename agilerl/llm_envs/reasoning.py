@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,8 @@ from agilerl.llm.prompts import Conversation, PromptEncoder
 from agilerl.llm_envs.completion_checks import check_completions, takes_action
 from agilerl.llm_envs.dataset import PromptBatch, PromptReader, Splits
 from agilerl.llm_envs.dataset.conversations import question_text
-from agilerl.llm_envs.rewards import RewardFunctions, RewardPool
+from agilerl.llm_envs.failures import EvaluationRows, OnFailure
+from agilerl.llm_envs.rewards import RewardError, RewardFunctions, RewardPool
 from agilerl.llm_envs.rewards.columns import OFFERED, CompletionReader, dataset_columns
 from agilerl.llm_envs.rewards.scorer import score_groups
 from agilerl.typing import Act, ActionResult, Evaluation, ReasoningPrompts
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _LEAST_EVAL_BATCH = 64
 
@@ -63,8 +68,6 @@ class ReasoningGym:
         max_context_length: Rows whose prompt has more tokens are dropped; None keeps all.
         seed: Seed of the training order, 0 or more.
         reward_timeout: Seconds that one call of a reward function may take.
-        failure_reward: Reward of a completion whose call raises or runs out of time; None raises
-            ``RewardError`` with the completion shown.
         reward_workers: Largest number of ``reward_fn`` calls at the same time.
         eval_batch_size: Prompts per test batch; None: 64 or, if more, ``data_batch_size_per_gpu``.
         reward_weights: Factors of several rewards, whose weighted sum is the reward: a list in the
@@ -73,6 +76,13 @@ class ReasoningGym:
             except padding and an end-of-sequence token at the end.
         chat_template_kwargs: Further arguments of the chat template, such as
             ``{"enable_thinking": False}``.
+        on_failure: What becomes of a completion for which a reward call raises or runs out of time:
+            ``"raise"`` raises ``RewardError`` with the completion shown; ``"drop"`` leaves it out
+            (see :attr:`last_sample_mask`); a number is its reward.
+        max_failure_share: Largest share of the completions of a training step, or of an evaluation,
+            that may fail; above it ``RewardError`` is raised.
+        failure_retries: Further calls of a function that raised or ran out of time, before it
+            counts as failed.
 
     Raises:
         TypeError: An argument of the wrong type; a reward whose parameter names nothing.
@@ -94,12 +104,14 @@ class ReasoningGym:
         seed: int = 42,
         *,
         reward_timeout: float = 60.0,
-        failure_reward: float | None = None,
         reward_workers: int = 16,
         eval_batch_size: int | None = None,
         reward_weights: Sequence[float] | Mapping[str, float] | None = None,
         skip_special_tokens: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_failure: OnFailure = "raise",
+        max_failure_share: float = 0.5,
+        failure_retries: int = 0,
     ) -> None:
         COUNT("data_batch_size_per_gpu", data_batch_size_per_gpu)
         OPTIONAL_COUNT("eval_batch_size", eval_batch_size)
@@ -110,7 +122,10 @@ class ReasoningGym:
         FLAG("skip_special_tokens", skip_special_tokens)
         splits = Splits(train_dataset, test_dataset)
         self._rewards = RewardPool(
-            *(reward_fn, reward_timeout, failure_reward, reward_workers),
+            *(reward_fn, reward_timeout, reward_workers),
+            on_failure=on_failure,
+            max_failure_share=max_failure_share,
+            failure_retries=failure_retries,
             reward_weights=reward_weights,
             columns=[*OFFERED, *splits.column_names],
         )
@@ -148,7 +163,12 @@ class ReasoningGym:
         self.last_answers: list[Any] = []
         self.last_rewards: dict[str, torch.Tensor] = {}
         """Each of several rewards of the last ``step``, without its weight: ``(P, G)`` float32, NaN
-        where it does not apply."""
+        where it does not apply or failed."""
+        self.last_failures: list[list[str | None]] = []
+        """Why completions of the last ``step`` failed, ``[P][G]``; None for those that did not."""
+        self.last_sample_mask: torch.Tensor | None = None
+        """``(P, G)`` bool for ``learn``: False for completions of the last ``step`` that were
+        dropped, whose rewards mean nothing; None before it."""
 
     def __len__(self) -> int:
         """Training rows of all processes, without those dropped as too long."""
@@ -173,11 +193,6 @@ class ReasoningGym:
     def answers(self) -> list[Any]:
         """Answers of the batch that waits for its completions."""
         return [] if self._current is None else list(self._current.answers)
-
-    @property
-    def reward_failures(self) -> int:
-        """Reward calls so far that got ``failure_reward``."""
-        return self._rewards.failures
 
     def prompt_lengths(self) -> list[int]:
         """Tokens of every prompt, template included: the training rows', then the test rows'.
@@ -236,7 +251,8 @@ class ReasoningGym:
             TypeError: Not a list of integer tensors; ``reward_fn`` returned no number.
             ValueError: Completions that do not belong to this batch; a reward that is not finite; a
                 row to which no reward applies.
-            RewardError: A reward call raised or ran out of time, and no ``failure_reward`` is set.
+            RewardError: A reward call raised or ran out of time, and ``on_failure`` is ``"raise"``;
+                too many did, in training.
         """
         batch = self._current
         if batch is None:
@@ -247,10 +263,20 @@ class ReasoningGym:
             len(sizes) == 1,
             f"completion_ids have groups of sizes {sorted(sizes)}; use one size G",
         )
-        scored = score_groups(self._rewards, self._reader, batch, completion_ids, action)
+        training = self._test_offset is None
+        scored = score_groups(
+            *(self._rewards, self._reader, batch, completion_ids, action), bounded=training
+        )
         self.last_questions, self.last_answers = _texts(batch), list(batch.answers)
         self.last_completions = scored.texts
         self.last_rewards = scored.named_rewards
+        self.last_failures, self.last_sample_mask = scored.failures, scored.sample_mask
+        if scored.failed and training:
+            logger.warning(
+                "%d of %d completions %s. The first: %s",
+                *(scored.failed, scored.rewards.numel()),
+                *(self._rewards.policy.outcome, scored.first_failure),
+            )
         if self._test_offset is None:
             self._train.advance()
         else:
@@ -269,14 +295,16 @@ class ReasoningGym:
             act: Answers prompts, each once or with a group.
             loop: Times to go through the test split.
 
+        Returns:
+            The answers that were scored.
+
         Raises:
+            RewardError: More than ``max_failure_share`` failed, in a single process.
             ValueError: There are no test rows.
             Exception: What :meth:`step` raises.
         """
-        rewards = [torch.zeros(0)]  # with fewer rows than processes, some have none
-        questions: list[str] = []
-        answers: list[Any] = []
-        completions: list[str] = []
+        rows = EvaluationRows(self._rewards.policy, "completions")
+        total = 0
         with self.eval_mode():
             for _ in range(loop):
                 prompts = self.reset()
@@ -284,12 +312,18 @@ class ReasoningGym:
                     action = act(prompts)
                     known = {"action": action} if takes_action(self.step) else {}
                     prompts, scored = self.step(action.completion_ids, **known)[:2]
-                    rewards.append(scored.flatten())
                     group = scored.shape[1]
-                    questions += [q for q in self.last_questions for _ in range(group)]
-                    answers += [a for a in self.last_answers for _ in range(group)]
-                    completions += [text for texts in self.last_completions for text in texts]
-        return Evaluation(torch.cat(rewards), questions, answers, completions)
+                    total = loop * len(self._test_rows) * group
+                    for p, g in itertools.product(range(len(scored)), range(group)):
+                        rows.add(
+                            *(float(scored[p, g]), self.last_questions[p]),
+                            *(self.last_completions[p][g], self.last_failures[p][g]),
+                            answers=[self.last_answers[p]],
+                        )
+                    # With several processes agent.test decides, by the failures of all.
+                    if self.num_processes == 1 and (excess := rows.excess(total)):
+                        raise RewardError(excess)
+        return rows.result(total)
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:

@@ -55,8 +55,9 @@ class ToolEnv:
     whose reasoning does not end is an answer without text.
 
     The vector environment ends a step after its ``step_timeout``, 60 s by default. A step here
-    takes ``tool_timeout`` or ``reward_timeout`` at most, never both: keep them below it, so that a
-    slow tool is reported to the model instead of ending the episode.
+    takes ``tool_timeout``, or ``reward_timeout`` (and that again for every retry) at most, never
+    both: keep them below it, so that a slow tool is reported to the model instead of ending the
+    episode.
 
     Args:
         tasks: Dicts with ``question`` and ``answer``; a seed stands for task ``seed % len(tasks)``.
@@ -72,8 +73,8 @@ class ToolEnv:
         max_result_characters: Longer results are cut off, with a note.
         instructions: Text before the question; None: how to call, and the list of tools.
         reward_timeout: Seconds that ``reward_fn`` may take.
-        failure_reward: Reward of a reply for which ``reward_fn`` raises or runs out of time; None
-            raises ``RewardError``.
+        failure_retries: Further calls of a ``reward_fn`` that raised or ran out of time. If it
+            fails again, so does the episode: see ``on_failure`` of the vector environment.
         test_tasks: As ``tasks``, for evaluation: the seeds from ``EVALUATION_SEED_START`` on. None:
             evaluation is on ``tasks`` too; a function can tell the two apart by the seed.
         reasoning_end: Tag that ends the reasoning; only text after the last one counts. None:
@@ -99,7 +100,7 @@ class ToolEnv:
         max_result_characters: int = 2000,
         instructions: str | None = None,
         reward_timeout: float = 30.0,
-        failure_reward: float | None = None,
+        failure_retries: int = 0,
         test_tasks: Tasks | None = None,
         reasoning_end: str | None = "</think>",
         reasoning_start: str | None = "<think>",
@@ -118,7 +119,9 @@ class ToolEnv:
         self.max_result_characters = max_result_characters
         self.instructions = describe_tools(tools) if instructions is None else instructions
         self._executor = TimeoutExecutor(tool_timeout, name="tool", timeout_name="tool_timeout")
-        self._rewards = RewardPool(reward_fn, reward_timeout, failure_reward, reward_workers=1)
+        self._rewards = RewardPool(
+            reward_fn, reward_timeout, reward_workers=1, failure_retries=failure_retries
+        )
         self._task: Task | None = None
         self.calls_made = 0
         """Calls in this episode."""
@@ -145,8 +148,7 @@ class ToolEnv:
             without a call: no text, its reward, True, False, and an empty info.
 
         Raises:
-            RewardError: The reward function raised or ran out of time, and there is no
-                ``failure_reward``.
+            RewardError: The reward function raised or ran out of time.
             RuntimeError: No episode is running.
             TypeError: The reward function returned no number.
             ValueError: It returned one that is not finite.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agilerl.llm.advantages import zero_variance_groups
+from agilerl.llm.advantages import comparable, zero_variance_groups
 
 if TYPE_CHECKING:
     from agilerl.distributed import Ranks
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 SAMPLES_PER_ITERATION = 4
 """Completions of an agent that are written to ``completions.jsonl``."""
-SUMMED_METRICS = ("failed_episodes",)
-"""Metrics that count something; the others are means over completions."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,12 @@ class Sample:
     question: str
     completion: str
     answer: Any
-    reward: float
+    reward: float | None
+    """None of one that was dropped."""
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """Each of several rewards, None where it does not apply."""
+    """Each of several rewards, None where it does not apply or failed."""
+    failure: str | None = None
+    """Why it could not be scored, or played."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Experience:
     experiences: ExperiencesType
     """First argument of ``learn``."""
     rewards: torch.Tensor
-    """``(P, G)`` float32 on the CPU: one reward per completion, one row per group."""
+    """``(P, G)`` float32 on the CPU: one reward per completion, one row per group; only those that
+    ``sample_mask`` keeps mean something."""
     steps: int
     """What ``max_steps`` counts: prompts consumed, or turns played."""
     generated_tokens: int
@@ -56,11 +58,28 @@ class Experience:
     learn_arguments: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of ``learn``."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further columns of ``metrics.csv``."""
+    """Further columns of ``metrics.csv``: means over the completions that are kept."""
     named_rewards: dict[str, torch.Tensor] = field(default_factory=dict)
     """Each of several rewards, ``(P, G)`` float32 as ``rewards``; NaN where it does not apply."""
+    sample_mask: torch.Tensor | None = None
+    """``(P, G)`` bool on the CPU: False for completions that failed and are left out; None: all
+    are kept."""
+    failed_completions: int = 0
+    """How many failed, those with a reward for it included."""
     samples: list[Sample] = field(default_factory=list)
     """A few completions to read."""
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """``(P, G)`` bool: ``sample_mask``, or True everywhere where there is none."""
+        if self.sample_mask is None:
+            return torch.ones(self.rewards.shape, dtype=torch.bool)
+        return self.sample_mask
+
+    @property
+    def kept_rewards(self) -> torch.Tensor:
+        """``(N,)``: the rewards that mean something."""
+        return self.rewards[self.kept]
 
 
 def gather_statistics(experience: Experience, ranks: Ranks) -> Experience:
@@ -72,17 +91,18 @@ def gather_statistics(experience: Experience, ranks: Ranks) -> Experience:
         return experience
     own = replace(experience, experiences=([], [], None), learn_arguments={}, samples=[])
     all_ranks: list[Experience] = ranks.gather(own)
-    completions = [each.rewards.numel() for each in all_ranks]
-    metrics = {}
-    for name in experience.metrics:
-        values = [each.metrics[name] for each in all_ranks]
-        if name not in SUMMED_METRICS:
-            shares = zip(values, completions, strict=True)
-            values = [value * count / sum(completions) for value, count in shares]
-        metrics[name] = sum(values)
+    # One that kept nothing has measured nothing.
+    measured = [each for each in all_ranks if len(each.kept_rewards)]
+    kept = sum(len(each.kept_rewards) for each in measured)
+    metrics = {
+        name: sum(each.metrics[name] * len(each.kept_rewards) / kept for each in measured)
+        for name in (measured[0].metrics if measured else ())
+    }
     return replace(
         experience,
         rewards=torch.cat([each.rewards for each in all_ranks]),
+        sample_mask=torch.cat([each.kept for each in all_ranks]),
+        failed_completions=sum(each.failed_completions for each in all_ranks),
         steps=sum(each.steps for each in all_ranks),
         generated_tokens=sum(each.generated_tokens for each in all_ranks),
         generation_seconds=max(each.generation_seconds for each in all_ranks),
@@ -102,7 +122,9 @@ def accuracy(rewards: torch.Tensor, threshold: float) -> float:
 
 
 def reward_statistics(rewards: torch.Tensor, accuracy_threshold: float) -> dict[str, float]:
-    """Mean, population standard deviation and accuracy of ``(P, G)`` rewards."""
+    """Mean, population standard deviation and accuracy of rewards, of any shape; none of none."""
+    if not rewards.numel():
+        return {}
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std(correction=0)),
@@ -110,14 +132,14 @@ def reward_statistics(rewards: torch.Tensor, accuracy_threshold: float) -> dict[
     }
 
 
-def named_reward_statistics(named_rewards: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def named_reward_statistics(experience: Experience) -> dict[str, float]:
     """Mean and population standard deviation of each reward, over the rows that it applies to.
 
     A reward that applies to no row has none.
     """
     statistics = {}
-    for name, rewards in named_rewards.items():
-        numbers = rewards[~rewards.isnan()]
+    for name, rewards in experience.named_rewards.items():
+        numbers = rewards[experience.kept & ~rewards.isnan()]
         if len(numbers):
             statistics[f"rewards/{name}/mean"] = float(numbers.mean())
             statistics[f"rewards/{name}/std"] = float(numbers.std(correction=0))
@@ -135,6 +157,25 @@ def time_statistics(experience: Experience, learning_seconds: float) -> dict[str
     }
 
 
-def has_reward_variance(rewards: torch.Tensor) -> bool:
-    """Whether some group (row of ``(P, G)``) holds two rewards that differ beyond rounding."""
-    return zero_variance_groups(rewards.reshape(-1), rewards.shape[1]) < len(rewards)
+def has_reward_variance(experience: Experience) -> bool:
+    """Whether some group holds two rewards that count and differ beyond rounding."""
+    group_size = experience.rewards.shape[1]
+    kept = experience.kept.reshape(-1)
+    groups = int(comparable(kept, group_size).reshape(-1, group_size).any(1).sum())
+    return zero_variance_groups(experience.rewards.reshape(-1), group_size, kept) < groups
+
+
+def samples_to_show(failures: Sequence[str | None], group_size: int) -> list[int]:
+    """Which of N completions are written: the first of the first groups, and one that failed.
+
+    Batches are shuffled, so nothing is hand-picked.
+
+    Args:
+        failures: ``[N]``, why a completion failed, None for those that did not.
+        group_size: G.
+    """
+    shown = list(range(0, len(failures), group_size))[:SAMPLES_PER_ITERATION]
+    failed = [i for i, reason in enumerate(failures) if reason is not None]
+    if failed and not any(failures[i] is not None for i in shown):
+        shown[-1] = failed[0]
+    return shown

@@ -206,13 +206,16 @@ class TrainingLoop:
         metrics = agent.learn(experience.experiences, **experience.learn_arguments)
         learning_seconds = time.perf_counter() - started
         member.consumed += experience.steps
-        agent.scores.append(float(experience.rewards.mean()))
+        rewards = experience.kept_rewards
+        if len(rewards):
+            agent.scores.append(float(rewards.mean()))
         self._warn_of_flat_rewards(member, experience)
         self.log.write_samples(self.iteration, agent.index, experience.samples)
         return {
             **self._row(member),
-            **reward_statistics(experience.rewards, self.options.accuracy_threshold),
-            **named_reward_statistics(experience.named_rewards),
+            **reward_statistics(rewards, self.options.accuracy_threshold),
+            **named_reward_statistics(experience),
+            "failed_completions": float(experience.failed_completions),
             **time_statistics(experience, learning_seconds),
             **experience.metrics,
             **{name: float(value) for name, value in metrics.items()},
@@ -285,21 +288,21 @@ class TrainingLoop:
         return strongest(self.ranks.gather(stop.requested))
 
     def _warn_of_flat_rewards(self, member: Member, experience: Experience) -> None:
-        """Warn about iterations in which no reward differed within its group."""
-        if has_reward_variance(experience.rewards):
+        """Warn about iterations in which no group held two different rewards."""
+        if has_reward_variance(experience):
             member.flat_iterations = 0
             return
         member.flat_iterations += 1
         if member.flat_iterations % FLAT_WINDOW == 0 and self.ranks.rank == 0:
             logger.warning(
-                "%s agent %d learns nothing: in the last %d iterations (%d to %d) all rewards of a "
-                "group were equal in every group, so all advantages were zero. The mean reward of "
-                "the last one was %.4g. Look at completions.jsonl, and make the task easier or "
-                "harder, the reward finer, the temperature higher or the group larger.",
+                "%s agent %d learns nothing: in the last %d iterations (%d to %d) no group held "
+                "two different rewards, so all advantages were zero. The mean reward of the last "
+                "one was %.4g. Look at completions.jsonl, and make the task easier or harder, the "
+                "reward finer, the temperature higher or the group larger.",
                 member.agent.algo,
                 member.agent.index,
                 FLAT_WINDOW,
                 self.iteration - FLAT_WINDOW + 1,
                 self.iteration,
-                float(experience.rewards.mean()),
+                float(experience.kept_rewards.mean()),
             )

@@ -134,6 +134,7 @@ class EpisodeRollout:
             environment_seconds=episodes.environment_seconds,
             learn_arguments=learn_arguments,
             metrics=_episode_metrics(episodes),
+            failed_completions=int(episodes.failed.sum()),
             samples=_first_episodes(episodes, self._group),
         )
 
@@ -142,7 +143,6 @@ def _episode_metrics(episodes: Episodes) -> dict[str, float]:
     return {
         "turns_mean": float(episodes.turns.float().mean()),
         "truncated_share": float(episodes.truncated.float().mean()),
-        "failed_episodes": float(episodes.failed.sum()),
     }
 
 

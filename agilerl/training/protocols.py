@@ -145,6 +145,16 @@ class HeldOutEnv(SingleTurnEnv, Protocol):
     def has_test_rows(self) -> bool: ...
 
 
+class FailureReportingEnv(SingleTurnEnv, Protocol):
+    """An environment that says which completions failed, and which of them it drops."""
+
+    @property
+    def last_failures(self) -> Sequence[Sequence[str | None]]: ...
+
+    @property
+    def last_sample_mask(self) -> torch.Tensor | None: ...
+
+
 class DistributedEnv(SingleTurnEnv, Protocol):
     """One that divides its rows among processes."""
 

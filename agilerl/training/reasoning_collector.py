@@ -12,9 +12,10 @@ import torch
 
 from agilerl.checks import missing_members, require, warn_once
 from agilerl.llm_envs.completion_checks import takes_action
-from agilerl.training.experience import SAMPLES_PER_ITERATION, Experience, Sample
+from agilerl.training.experience import Experience, Sample, samples_to_show
 from agilerl.training.protocols import (
     Agent,
+    FailureReportingEnv,
     FingerprintedEnv,
     HeldOutEnv,
     LookaheadEnv,
@@ -49,6 +50,7 @@ class ReasoningCollector:
         self._data = _data_digest(env)
         self._takes_action = takes_action(env.step)
         self._several_rewards = not missing_members(env, SeveralRewardsEnv)
+        self._reports_failures = not missing_members(env, FailureReportingEnv)
 
     @property
     def num_epochs(self) -> int:
@@ -140,6 +142,10 @@ class ReasoningCollector:
         named: dict[str, torch.Tensor] = {}
         if self._several_rewards:
             named = dict(cast(SeveralRewardsEnv, self.env).last_rewards)
+        failures, sample_mask = self._failures(rewards)
+        learn_arguments: dict[str, Any] = {"sampling_logps": result.sampling_logps}
+        if not bool(sample_mask.all()):
+            learn_arguments["sample_mask"] = sample_mask
         completions = self.env.last_completions
         return Experience(
             experiences=(result.completion_ids, result.action_masks, rewards),
@@ -148,10 +154,33 @@ class ReasoningCollector:
             generated_tokens=sum(int(mask.sum()) for mask in result.action_masks),
             generation_seconds=generation_seconds,
             environment_seconds=seconds,
-            learn_arguments={"sampling_logps": result.sampling_logps},
+            learn_arguments=learn_arguments,
             named_rewards=named,
-            samples=_first_of_each_group(questions, answers, completions, rewards, named),
+            sample_mask=sample_mask,
+            failed_completions=sum(reason is not None for reason in failures),
+            samples=[
+                Sample(
+                    question=questions[p],
+                    completion=completions[p][g],
+                    answer=answers[p],
+                    reward=float(rewards[p, g]) if sample_mask[p, g] else None,
+                    rewards={name: _or_none(each[p, g]) for name, each in named.items()},
+                    failure=failures[place],
+                )
+                for place in samples_to_show(failures, rewards.shape[1])
+                for p, g in [divmod(place, rewards.shape[1])]
+            ],
         )
+
+    def _failures(self, rewards: torch.Tensor) -> tuple[list[str | None], torch.Tensor]:
+        """Why each of ``P·G`` completions failed, one after the other, and which are kept."""
+        failures: list[str | None] = [None] * rewards.numel()
+        kept = torch.ones(rewards.shape, dtype=torch.bool)
+        if self._reports_failures:
+            env = cast(FailureReportingEnv, self.env)
+            failures = [reason for group in env.last_failures for reason in group]
+            kept = kept if env.last_sample_mask is None else env.last_sample_mask.cpu()
+        return failures, kept
 
     def evaluate(self, agent: Agent) -> np.ndarray:
         """Rewards of the agent on every row of the test split."""
@@ -208,26 +237,6 @@ def _data_digest(env: SingleTurnEnv) -> dict[str, str]:
         return {"questions_and_answers": cast(FingerprintedEnv, env).fingerprint()}
     lengths = ",".join(map(str, env.prompt_lengths()))
     return {_LENGTHS: hashlib.sha256(lengths.encode()).hexdigest()[:16]}
-
-
-def _first_of_each_group(
-    questions: Sequence[str],
-    answers: Sequence[Any],
-    completions: Sequence[Sequence[str]],
-    rewards: torch.Tensor,
-    named_rewards: Mapping[str, torch.Tensor],
-) -> list[Sample]:
-    """The first completion of the first groups: batches are shuffled, so nothing is hand-picked."""
-    return [
-        Sample(
-            question=questions[i],
-            completion=completions[i][0],
-            answer=answers[i],
-            reward=float(rewards[i, 0]),
-            rewards={name: _or_none(each[i, 0]) for name, each in named_rewards.items()},
-        )
-        for i in range(min(SAMPLES_PER_ITERATION, len(questions)))
-    ]
 
 
 def _or_none(reward: torch.Tensor) -> float | None:

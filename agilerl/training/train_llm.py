@@ -226,8 +226,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
             ``random``, and two at once would mix; raise it for slow ones that do not.
         step_timeout: Seconds that one step (or reset) of an environment may take.
         error_reward: Reward of a turn whose environment raised or ran out of time. The episode ends
-            there and is counted in ``failed_episodes``; if more than half of a batch fail, the run
-            ends with ``EnvironmentFailure``.
+            there and is counted in ``failed_completions``; if more than half of a batch fail, the
+            run ends with ``EnvironmentFailure``.
 
     Returns:
         ``pop``, trained.

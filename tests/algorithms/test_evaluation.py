@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from agent_helpers import TOKENIZER, make_agent, prompts, randomise
 from datasets import Dataset
 
+from agilerl.algorithms.core.evaluation import scores_of_all_ranks
+from agilerl.distributed import Ranks
 from agilerl.llm_envs import ReasoningGym, TokenObservationWrapper
 from agilerl.typing import Act, Evaluation
 
@@ -88,3 +91,49 @@ def test_what_cannot_be_evaluated_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="loop is 0"):
         agent.test(Lengths(), loop=0)
     assert agent.fitness == []
+
+
+class Failing:
+    """Two rows are scored, and some more fail."""
+
+    def __init__(self, scored: int = 2, failed: int = 1, limit: float = 1.5) -> None:
+        rewards, failures = torch.ones(scored), ["judge is down"] * failed
+        self.evaluation = Evaluation(rewards, failures=failures, failure_limit=limit)
+
+    def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
+        return self.evaluation
+
+
+def test_what_failed_leaves_fitness(caplog: pytest.LogCaptureFixture) -> None:
+    agent = make_agent()
+    with caplog.at_level(logging.WARNING, "agilerl"):
+        assert agent.test(Failing()).tolist() == [1.0, 1.0]
+    assert agent.fitness == [1.0]
+    assert "1 of the evaluation's answers failed. The first: judge is down" in caplog.text
+    with pytest.raises(RuntimeError, match=r"2 of the .* answers.*the 1.5 that may.*judge is down"):
+        agent.test(Failing(failed=2))
+    with pytest.raises(RuntimeError, match=r"none of .* was scored.*judge is down"):
+        agent.test(Failing(scored=0, failed=1, limit=2.0))
+    assert agent.fitness == [1.0]
+
+
+class TwoRanks(Ranks):
+    """Rank 1 of two, which knows what rank 0 found."""
+
+    rank, world_size = 1, 2
+
+    def __init__(self, other: Evaluation) -> None:
+        self.other = other
+
+    def gather(self, value: Any) -> list[Any]:
+        other = self.other
+        return [(other.rewards.numpy(), other.failures, other.failure_limit), value]
+
+
+def test_ranks_are_weighed_by_what_is_left() -> None:
+    """A rank whose answers all failed has as many to spare as the other did not need."""
+    nothing_left = Failing(scored=0, failed=2, limit=1.0).evaluation
+    found = scores_of_all_ranks(nothing_left, TwoRanks(Failing(3, 0, 1.5).evaluation))
+    assert found.tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(RuntimeError, match="3 of the"):
+        scores_of_all_ranks(nothing_left, TwoRanks(Failing(2, 1, 1.5).evaluation))

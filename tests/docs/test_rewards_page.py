@@ -20,7 +20,7 @@ def test_code_and_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     block = r"^(````?)python\n(.*?)^\1$(?:\n\n```text\n(.*?)^```$)?"
     blocks = re.findall(block, PAGE, flags=re.DOTALL | re.MULTILINE)
-    assert sum(bool(shown) for _, _, shown in blocks) == 5
+    assert sum(bool(shown) for _, _, shown in blocks) == 6
     names: dict[str, Any] = {"__name__": "page"}
     for _, code, shown in blocks:
         printed = io.StringIO()

@@ -142,10 +142,14 @@ def test_a_hung_or_failing_reward(make_env: MakeEnv, complete: Complete) -> None
         return 1.0 / len(completion)
 
     texts = [["a", "hang"], ["", "bb"], ["a", "a"]]
-    env = make_env(reward_fn=reward_fn, reward_timeout=1.0, failure_reward=-1.0)
+    env = make_env(reward_fn=reward_fn, reward_timeout=1.0, on_failure=-1.0)
     _, rewards = env.step(complete(env.reset(), texts))
     assert rewards.tolist() == [[1.0, -1.0], [-1.0, 0.5], [1.0, 1.0]]
-    assert env.reward_failures == 2
+    assert env.last_sample_mask is not None and bool(env.last_sample_mask.all())
+    (good, hung), (broken, fine), others = env.last_failures
+    assert hung == "reward_fn failed with TimeoutError: no result after reward_timeout=1 s"
+    assert broken == "reward_fn failed with ZeroDivisionError: float division by zero"
+    assert [good, fine, *others] == [None] * 4
 
     strict = make_env(reward_fn=reward_fn)
     prompts, questions = strict.reset(), strict.questions
@@ -156,7 +160,7 @@ def test_a_hung_or_failing_reward(make_env: MakeEnv, complete: Complete) -> None
 
 @pytest.mark.parametrize("value", [None, float("nan"), [1.0]])
 def test_wrong_reward_values(make_env: MakeEnv, value: Any) -> None:
-    env = make_env(reward_fn=lambda *args: value, failure_reward=0.0)
+    env = make_env(reward_fn=lambda *args: value, on_failure=0.0)
     with pytest.raises((TypeError, ValueError), match="reward_fn returned"):
         env.step(blank(env.reset()))
 
@@ -531,7 +535,7 @@ def test_the_fingerprint_is_of_questions_answers_and_templates(make_env: MakeEnv
         ({"seed": -1}, ValueError, "seed is .*must be at least 0"),
         ({"seed": None}, TypeError, "seed is .*must be an integer"),
         ({"reward_timeout": -1}, ValueError, "reward_timeout is -1"),
-        ({"failure_reward": float("inf")}, ValueError, "failure_reward is inf"),
+        ({"on_failure": float("inf")}, ValueError, "on_failure is inf"),
         ({"reward_workers": 0}, ValueError, "reward_workers is .*must be at least 1"),
         ({"accelerator": "cpu"}, TypeError, "accelerator must be"),
     ],
@@ -593,9 +597,10 @@ def test_the_contracts_signature() -> None:
     }
     assert {name: p.default for name, p in list(parameters.items())[:10]} == contract
     ours = {
-        "reward_timeout": 60.0, "failure_reward": None, "reward_workers": 16,
+        "reward_timeout": 60.0, "reward_workers": 16,
         "eval_batch_size": None, "reward_weights": None, "skip_special_tokens": True,
-        "chat_template_kwargs": None,
+        "chat_template_kwargs": None, "on_failure": "raise", "max_failure_share": 0.5,
+        "failure_retries": 0,
     }  # fmt: skip
     rest = dict(list(parameters.items())[10:])
     assert {name: parameter.default for name, parameter in rest.items()} == ours

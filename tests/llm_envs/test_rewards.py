@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import math
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from agilerl.llm_envs import RewardError, RewardPool
+from agilerl.rewards import batched_reward
 
 
 def score(pool: RewardPool, completions: list[str]) -> list[float]:
@@ -132,7 +133,7 @@ def test_numbers_of_every_kind(value: Any, expected: float) -> None:
     assert type(reward) is float
 
 
-@pytest.mark.parametrize("failure_reward", [None, -1.0])
+@pytest.mark.parametrize("on_failure", ["raise", "drop", -1.0])
 @pytest.mark.parametrize(
     ("value", "error"),
     [
@@ -150,9 +151,9 @@ def test_numbers_of_every_kind(value: Any, expected: float) -> None:
     ],
 )
 def test_a_wrong_return_value_is_an_error_at_once(
-    value: Any, error: type[Exception], failure_reward: float | None
+    value: Any, error: type[Exception], on_failure: Any
 ) -> None:
-    pool = RewardPool(lambda *args: value, failure_reward=failure_reward)
+    pool = RewardPool(lambda *args: value, on_failure=on_failure, failure_retries=1)
     with pytest.raises(error, match=r"(?s)reward_fn returned .*return one finite.*the completion"):
         score(pool, ["the completion"])
     assert pool.failures == 0
@@ -163,7 +164,7 @@ def test_a_wrong_return_value_of_an_async_function() -> None:
         return None
 
     with pytest.raises(TypeError, match="reward_fn returned None of type NoneType"):
-        score(RewardPool(reward_fn, failure_reward=0.0), ["x"])  # type: ignore[arg-type]
+        score(RewardPool(reward_fn, on_failure=0.0), ["x"])  # type: ignore[arg-type]
 
 
 def fails_on_b(completion: str, answer: Any, question: str) -> float:
@@ -186,22 +187,112 @@ def test_an_exception_is_raised_with_the_completion(reward_fn: Any) -> None:
     assert "'hard?'" in message
     assert "bbbb" in message
     assert "2002 characters" in message
-    assert "failure_reward" in message
+    assert 'on_failure="drop"' in message
     assert len(message) < 1000
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert caught.value.__cause__.__traceback__ is not None
 
 
 @pytest.mark.parametrize("reward_fn", [fails_on_b, fails_on_b_async])
-def test_an_exception_gives_the_failure_reward(
-    reward_fn: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("on_failure", "reward"), [("drop", 0.0), (-0.5, -0.5)])
+def test_an_exception_drops_or_gives_a_reward(
+    reward_fn: Any, on_failure: Any, reward: float
 ) -> None:
-    pool = RewardPool(reward_fn, failure_reward=-0.5)
-    assert score(pool, ["a", "b", "c", "bb"]) == [1.0, -0.5, 1.0, -0.5]
+    pool = RewardPool(reward_fn, on_failure=on_failure)
+    assert score(pool, ["a", "b", "c", "bb"]) == [1.0, reward, 1.0, reward]
     assert (pool.failures, pool.timeouts) == (2, 0)
-    assert len(caplog.records) == 1
-    assert caplog.records[0].levelno == logging.WARNING
-    assert "2 of 4 reward calls failed" in caplog.text
+    scores = pool.score_columns({"completion": ["b", "a"], "answer": [0, 0], "question": ["", ""]})
+    assert scores.total == [reward, 1.0]
+    assert scores.failures == ["reward_fn failed with ZeroDivisionError: no such number", None]
+    assert "completion: 'b'" in scores.first_failure
+
+
+@pytest.mark.parametrize("on_failure", ["drop", 1.0])
+def test_too_many_failures_end_the_step_at_once(on_failure: Any) -> None:
+    calls = []
+
+    def fails_late(completion: str) -> float:
+        calls.append(completion)
+        time.sleep(0.01)
+        return fails_on_b(completion, None, "")
+
+    pool = RewardPool(fails_late, on_failure=on_failure, reward_workers=1)
+    with pytest.raises(RewardError, match=r"(?s)3 of 4 .* max_failure_share=0.5.*'b1'") as caught:
+        score(pool, ["b1", "b2", "b3", "a"])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert score(pool, ["b", "a", "a", "b"])[1] == 1.0
+    strict = RewardPool(fails_on_b, on_failure=on_failure, max_failure_share=0.0)
+    with pytest.raises(RewardError, match="1 of 8"):
+        score(strict, ["b", *"aaaaaaa"])
+    everything = RewardPool(fails_on_b, on_failure=on_failure, max_failure_share=1.0)
+    score(everything, ["b", "b"])
+    calls.clear()
+    with pytest.raises(RewardError):
+        score(pool, ["b"] * 200)
+    assert len(calls) < 110
+
+
+def test_a_completion_is_dropped_if_one_of_its_rewards_fails() -> None:
+    def length(completion: str) -> float:
+        return len(completion)
+
+    pool = RewardPool(
+        {"length": length, "fails": lambda completion: fails_on_b(completion, None, "")},
+        on_failure="drop",
+    )
+    scores = pool.score_columns(
+        {"completion": ["aa", "bb", "a"], "answer": [0] * 3, "question": [""] * 3}
+    )
+    assert scores.total == [3.0, 0.0, 2.0]
+    assert scores.by_name == {"length": [2.0, 2.0, 1.0], "fails": [1.0, None, 1.0]}
+    assert [reason is not None for reason in scores.failures] == [False, True, False]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_fails_is_tried_again(batched: bool) -> None:
+    """The second call gets arguments of its own."""
+    attempts: list[Any] = []
+
+    def flaky(completion: Any) -> Any:
+        attempts.append(str(completion))
+        if batched:
+            completion.append("changed")
+        if str(completion).count("b") and attempts.count(attempts[-1]) < 3:
+            raise ConnectionError("server down")
+        return [1.0] * len(completion[:-1]) if batched else 1.0
+
+    reward_fn = batched_reward(flaky) if batched else flaky
+    pool = RewardPool(reward_fn, failure_retries=2)
+    assert score(pool, ["a", "b", "b2"]) == [1.0] * 3
+    assert len(attempts) == (3 if batched else 7)
+    assert pool.failures == 0
+    attempts.clear()
+    with pytest.raises(RewardError, match="ConnectionError"):
+        score(RewardPool(reward_fn, failure_retries=1), ["a", "b"])
+    assert len(attempts) == (2 if batched else 3)
+
+
+def guarded(completion: str) -> float:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(0)
+    return 1.0
+
+
+def guarded_by_a_library(completion: str) -> float:
+    """As math_verify, which raises an error of its own."""
+    try:
+        return guarded(completion)
+    except ValueError as error:
+        raise ValueError("threads are not supported") from error
+
+
+@pytest.mark.parametrize("reward_fn", [guarded, guarded_by_a_library])
+@pytest.mark.parametrize("on_failure", ["raise", "drop"])
+def test_a_function_that_times_itself_by_a_signal_gets_a_hint(
+    reward_fn: Any, on_failure: Any
+) -> None:
+    with pytest.raises(RewardError, match=r"(?s)threads.*timeout_seconds=None.*reward_timeout"):
+        score(RewardPool(reward_fn, on_failure=on_failure), ["a"])
 
 
 @pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
@@ -217,7 +308,7 @@ def test_code_under_test_cannot_end_the_process_or_the_pool(
     async def async_reward_fn(completion: str, answer: Any, question: str) -> float:
         return reward_fn(completion, answer, question)
 
-    pool = RewardPool(async_reward_fn if is_async else reward_fn, failure_reward=0.0)
+    pool = RewardPool(async_reward_fn if is_async else reward_fn, on_failure=0.0)
     for _ in range(3):
         assert score(pool, ["a", "b", "c"]) == [1.0, 0.0, 1.0]
     assert pool.timeouts == 0
@@ -242,7 +333,7 @@ async def blocks_on_h_async(completion: str, answer: Any, question: str) -> floa
 @pytest.mark.parametrize("reward_fn", [hangs_on_h, hangs_on_h_async])
 def test_a_hang_costs_the_timeout_and_nobody_else(reward_fn: Any) -> None:
     """More hangs than workers: each lost worker is replaced and every other call is scored."""
-    pool = RewardPool(reward_fn, reward_timeout=1.0, failure_reward=-1.0, reward_workers=2)
+    pool = RewardPool(reward_fn, reward_timeout=1.0, on_failure=-1.0, reward_workers=2)
     start = time.perf_counter()
     assert score(pool, list("hhxhxx")) == [-1.0, -1.0, 1.0, -1.0, 1.0, 1.0]
     assert time.perf_counter() - start < 10.0
@@ -261,7 +352,7 @@ def test_the_time_counts_from_the_start_of_the_call_itself() -> None:
     assert score(pool, ["x"] * 6) == [1.0] * 6
 
 
-def test_a_timeout_without_failure_reward_is_raised() -> None:
+def test_a_timeout_is_raised() -> None:
     pool = RewardPool(hangs_on_h, reward_timeout=0.5)
     with pytest.raises(
         RewardError, match=r"(?s)no result after reward_timeout=0.5 s.*'h'"
@@ -282,12 +373,12 @@ def test_a_timed_out_coroutine_is_cancelled() -> None:
             raise
         return 1.0
 
-    score(RewardPool(reward_fn, reward_timeout=0.1, failure_reward=0.0), ["x"])
+    score(RewardPool(reward_fn, 0.1, on_failure=0.0, max_failure_share=1.0), ["x"])
     assert cancelled.wait(10.0)
 
 
 def test_a_coroutine_that_blocks_its_loop_is_left_behind() -> None:
-    pool = RewardPool(blocks_on_h_async, reward_timeout=1.0, failure_reward=-1.0)
+    pool = RewardPool(blocks_on_h_async, 1.0, on_failure=-1.0, max_failure_share=1.0)
     assert score(pool, ["h"]) == [-1.0]
     assert score(pool, ["x", "x"]) == [1.0, 1.0]
 
@@ -340,7 +431,8 @@ def spins(completion, answer, question):
         pass
 
 for reward_fn in (sleeps, awaits, blocks, spins):
-    print(RewardPool(reward_fn, reward_timeout=0.2, failure_reward=-1.0).score("c", "a", "q"))
+    pool = RewardPool(reward_fn, 0.2, on_failure=-1.0, max_failure_share=1.0)
+    print(pool.score("c", "a", "q"))
 """
 
 
@@ -365,8 +457,11 @@ def test_the_interpreter_exits_while_rewards_hang() -> None:
         ({"reward_timeout": 0}, ValueError, "reward_timeout is 0"),
         ({"reward_timeout": math.inf}, ValueError, "reward_timeout is inf"),
         ({"reward_timeout": None}, TypeError, "reward_timeout is None"),
-        ({"failure_reward": math.nan}, ValueError, "failure_reward is nan"),
-        ({"failure_reward": "0"}, TypeError, "failure_reward is '0'"),
+        ({"on_failure": math.nan}, ValueError, "on_failure is nan"),
+        ({"on_failure": "0"}, ValueError, "on_failure is '0'; pass 'raise', 'drop'"),
+        ({"on_failure": None}, TypeError, "on_failure is None"),
+        ({"max_failure_share": 1.5}, ValueError, "max_failure_share is 1.5"),
+        ({"failure_retries": -1}, ValueError, "failure_retries is -1"),
         ({"reward_workers": 0}, ValueError, "reward_workers is 0; it must be at least 1"),
         ({"reward_workers": 2.0}, TypeError, "reward_workers is .*must be an integer"),
         ({"reward_workers": True}, TypeError, "reward_workers is True"),

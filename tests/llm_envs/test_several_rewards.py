@@ -71,7 +71,7 @@ def test_weights_by_name_and_by_default() -> None:
 
 
 def test_a_single_function_has_no_part() -> None:
-    assert scores(RewardPool(length)) == Scores([2.0, 6.0, 1.0], {})
+    assert scores(RewardPool(length)) == Scores([2.0, 6.0, 1.0], {}, [None] * 3)
     assert scores(RewardPool([length])).by_name == {"length": [2.0, 6.0, 1.0]}
 
 
@@ -101,7 +101,7 @@ def test_messages_name_the_reward() -> None:
 
     with pytest.raises(RewardError, match="reward_fn 'fails' failed with KeyError"):
         scores(RewardPool([length, fails]))
-    pool = RewardPool([length, fails], failure_reward=-1.0)
+    pool = RewardPool([length, fails], on_failure=-1.0, max_failure_share=1.0)
     assert scores(pool).total == [1.0, 5.0, 0.0]
     assert scores(pool).by_name["fails"] == [-1.0] * 3
     assert pool.failures == 6
@@ -200,7 +200,7 @@ def test_the_timeout_is_for_the_whole_batch() -> None:
         return [0.0] * len(completions)
 
     started = time.perf_counter()
-    pool = RewardPool([length, hangs], reward_timeout=0.3, failure_reward=-1.0)
+    pool = RewardPool([length, hangs], 0.3, on_failure=-1.0, max_failure_share=1.0)
     assert scores(pool).total == [1.0, 5.0, 0.0]
     assert time.perf_counter() - started < 5.0
     assert (pool.failures, pool.timeouts) == (1, 1)

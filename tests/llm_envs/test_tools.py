@@ -328,16 +328,22 @@ def test_the_reward_function_gets_completion_answer_and_question() -> None:
 
 
 def test_a_failing_reward_function() -> None:
+    calls = []
+
     def fails(completion: str, answer: Any, question: str) -> float:
-        raise KeyError(completion)
+        calls.append(completion)
+        if len(calls) < 3:
+            raise KeyError(completion)
+        return 1.0
 
     env = tool_env(reward_fn=fails)
     env.reset(seed=0)
     with pytest.raises(RewardError, match="KeyError"):
         env.step("5")
-    env = tool_env(reward_fn=fails, failure_reward=-1.0)
+    env = tool_env(reward_fn=fails, failure_retries=1)
     env.reset(seed=0)
-    assert env.step("5")[1] == -1.0
+    assert env.step("5")[1] == 1.0
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize(

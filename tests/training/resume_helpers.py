@@ -51,14 +51,21 @@ def dataset(prefix: str, rows: int, answer: str = "a") -> Dataset:
 
 
 def make_gym(
-    hook: Hook = nothing, rows: int = 5, seed: int = 42, word: str = "train", answer: str = "a"
+    hook: Hook = nothing,
+    rows: int = 5,
+    seed: int = 42,
+    word: str = "train",
+    answer: str = "a",
+    failing: float = 0.0,
 ) -> ReasoningGym:
     """Five questions, two at a time; rewards have noise from all three global streams.
 
-    ``hook`` is called when a training batch is scored.
+    ``hook`` is called when a training batch is scored. A share ``failing`` is dropped.
     """
 
     def reward(completion: str, answer: str, question: str) -> float:
+        if random.random() < failing:
+            raise ConnectionError("no judge")
         noise = random.random() + np.random.rand() + float(torch.rand(()))
         return len(set(completion)) / 8 + 0.01 * noise
 
@@ -77,6 +84,7 @@ def make_gym(
         data_batch_size_per_gpu=2,
         reward_workers=1,  # so that the noise comes in the same order
         seed=seed,
+        on_failure="drop",
     )
 
 

@@ -97,7 +97,7 @@ def test_a_run(cls: type[GRPO]) -> None:
     assert agent.steps == [0, 0, 48]
     assert len(agent.scores) == 2
     assert [float(row["turns_mean"]) for row in rows[1:]] == [3.0, 3.0]
-    assert [float(row["failed_episodes"]) for row in rows[1:]] == [0.0, 0.0]
+    assert [float(row["failed_completions"]) for row in rows[1:]] == [0.0, 0.0]
     assert all(float(rows[1][f"{s}_seconds"]) > 0 for s in ("generation", "environment"))
     assert any(not torch.equal(before[n], p) for n, p in agent.policy.parameters().items())
     # One seed per group, four episodes each, none of them an evaluation's.
@@ -273,7 +273,7 @@ def test_a_failing_environment_costs_its_episode_and_no_more(hangs: bool) -> Non
         step_timeout=3.0 if hangs else 60.0,  # also of the steps that do not hang
     )
     release.set()
-    assert [float(row["failed_episodes"]) for row in rows[1:]] == [1.0, 0.0, 0.0]
+    assert [float(row["failed_completions"]) for row in rows[1:]] == [1.0, 0.0, 0.0]
     assert returns[0] == -1.0 < 0.0 <= returns[1]
 
 

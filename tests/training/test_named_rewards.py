@@ -78,20 +78,19 @@ def test_a_reward_that_applies_nowhere_has_no_value(tmp_path: Path) -> None:
 def test_statistics() -> None:
     named = {"a": torch.tensor([[1.0, 2.0], [NAN, 6.0]]), "b": torch.full((2, 2), NAN)}
     expected = {"rewards/a/mean": 3.0, "rewards/a/std": pytest.approx((14 / 3) ** 0.5)}
-    assert named_reward_statistics(named) == expected
+    assert named_reward_statistics(collected(**named)) == expected
 
 
-def collected(named: torch.Tensor) -> Experience:
-    zeros = torch.zeros(named.shape)
-    return Experience(([], [], zeros), zeros, 1, 1, 1.0, 1.0, named_rewards={"a": named})
+def collected(**named: torch.Tensor) -> Experience:
+    zeros = torch.zeros(named["a"].shape)
+    return Experience(([], [], zeros), zeros, 1, 1, 1.0, 1.0, named_rewards=named)
 
 
 @pytest.mark.process
 def test_means_of_two_processes_are_over_all_rows_that_apply(tmp_path: Path) -> None:
     def action(ranks: Ranks) -> dict[str, float]:
         own = [[[1.0, 2.0], [NAN, NAN]], [[NAN, 6.0]]][ranks.rank]
-        experience = gather_statistics(collected(torch.tensor(own)), ranks)
-        return named_reward_statistics(experience.named_rewards)
+        return named_reward_statistics(gather_statistics(collected(a=torch.tensor(own)), ranks))
 
     (first, second) = on_two_ranks(tmp_path / "ranks", action)
     assert first == second

@@ -71,6 +71,24 @@ def test_stopped_and_resumed(
     assert (resumed["iteration"], resumed["from"]) == (iteration, str(saved))
 
 
+def test_what_failed_is_the_same_in_a_resumed_run(tmp_path: Path) -> None:
+    def run(name: str, hook: Hook = nothing, **options: Any) -> Any:
+        path = tmp_path / name
+        pop = run_reasoning(path, env=make_gym(hook, failing=0.12), **options)
+        return everything(path, pop)
+
+    seed_all()
+    whole = run("whole")
+    failed = [float(row["failed_completions"]) for row in whole["rows"] if row["reward_mean"]]
+    assert len(failed) == 8
+    assert 0.0 < sum(failed) < 8 * 6 / 2
+    assert 0.0 in failed
+    seed_all()
+    run("stopped", hook_for("reasoning", 2))
+    reseed()
+    assert differences(run("stopped", resume_from=tmp_path / "stopped"), whole) == []
+
+
 @pytest.mark.parametrize("kind", list(RUNS))
 def test_resumed_from_a_checkpoint_that_the_run_went_past(
     kind: str, whole: dict[str, Any], tmp_path: Path

@@ -170,6 +170,7 @@ def test_reward_statistics_by_hand() -> None:
         {"reward_mean": 1.0, "reward_std": 1.5**0.5, "accuracy": 0.5}
     )
     assert reward_statistics(torch.tensor([[2.0]]), 1.0)["reward_std"] == 0
+    assert reward_statistics(torch.zeros(0), 1.0) == {}
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.3, 1.1, 1.3])
@@ -182,19 +183,24 @@ def test_accuracy_counts_rewards_that_equal_the_threshold(threshold: float) -> N
     [([[1.0, 1.0], [0.0, 0.0]], False), ([[1.0, 1.0], [0.0, 0.1]], True), ([[1.0], [0.0]], False)],
 )
 def test_variance_is_looked_for_inside_groups(rewards: list[list[float]], expected: bool) -> None:
-    assert has_reward_variance(torch.tensor(rewards)) is expected
+    assert has_reward_variance(collected(torch.tensor(rewards))) is expected
+
+
+def collected(rewards: torch.Tensor, mask: torch.Tensor | None = None) -> Experience:
+    return Experience(([], [], None), rewards, 1, 60, 2.0, 1.0, sample_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [([[1, 1, 0], [1, 0, 0]], False), ([[1, 0, 1], [0, 0, 0]], True), ([[0] * 3] * 2, False)],
+)
+def test_what_is_left_out_is_no_variance(kept: list[list[int]], expected: bool) -> None:
+    rewards = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    assert has_reward_variance(collected(rewards, torch.tensor(kept).bool())) is expected
 
 
 def test_time_statistics_by_hand() -> None:
-    experience = Experience(
-        experiences=([], [], None),
-        rewards=torch.zeros(1, 1),
-        steps=1,
-        generated_tokens=60,
-        generation_seconds=2.0,
-        environment_seconds=1.0,
-    )
-    assert time_statistics(experience, 3.0) == {
+    assert time_statistics(collected(torch.zeros(1, 1)), 3.0) == {
         "tokens_per_second": 10.0,
         "generation_seconds": 2.0,
         "environment_seconds": 1.0,
@@ -204,4 +210,4 @@ def test_time_statistics_by_hand() -> None:
 
 def test_returns_that_differ_by_rounding_alone_are_no_variance() -> None:
     turns = torch.tensor([[0.1, 0.1, 0.7], [0.1, 0.7, 0.1]])
-    assert not has_reward_variance(turns.sum(1)[None])
+    assert not has_reward_variance(collected(turns.sum(1)[None]))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from agilerl.checks import COUNT, missing_members, require
 from agilerl.llm_envs.seeds import evaluate_episodes
 from agilerl.typing import Act, EvaluableEnv, Evaluation, MultiTurnEnv
 
+if TYPE_CHECKING:
+    from agilerl.distributed import Ranks
 
-def evaluate(env: Any, act: Act, loop: int) -> torch.Tensor:
-    """Rewards ``(N,)`` float32 on the CPU, of this process's share of the data.
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(env: Any, act: Act, loop: int) -> Evaluation:
+    """Evaluate on this process's share of the data.
 
     Args:
         env: An ``EvaluableEnv``, or a ``MultiTurnEnv``, whose seeds 0 to ``loop - 1`` are played.
@@ -39,4 +46,32 @@ def evaluate(env: Any, act: Act, loop: int) -> torch.Tensor:
         "agilerl.typing.Evaluation",
         TypeError,
     )
-    return evaluation.rewards.detach().float().cpu()
+    return evaluation
+
+
+def scores_of_all_ranks(evaluation: Evaluation, ranks: Ranks) -> np.ndarray:
+    """Rewards ``(N,)`` float32 of the answers of all ranks, in their order; each must call it.
+
+    Raises:
+        RuntimeError: If more answers failed than may, or all of them.
+    """
+    own = evaluation.rewards.detach().float().cpu().numpy()
+    gathered = ranks.gather((own, evaluation.failures, evaluation.failure_limit))
+    scores = np.concatenate([rewards for rewards, _, _ in gathered])
+    failures = [reason for _, reasons, _ in gathered for reason in reasons]
+    limit = sum(limit for _, _, limit in gathered)
+    first = f" The first: {failures[0]}" if failures else ""
+    require(
+        len(failures) <= limit,
+        f"{len(failures)} of the evaluation's answers failed, more than the {limit:g} that may "
+        f"(max_failure_share).{first}",
+        RuntimeError,
+    )
+    require(
+        len(scores) > 0,
+        f"none of the evaluation's answers was scored, so there is no fitness.{first}",
+        RuntimeError,
+    )
+    if failures and ranks.rank == 0:
+        logger.warning("%d of the evaluation's answers failed.%s", len(failures), first)
+    return scores

@@ -16,7 +16,7 @@ from agilerl.algorithms.checkpoint.load import load_into
 from agilerl.algorithms.checkpoint.rebuild import rebuild
 from agilerl.algorithms.checkpoint.save import save
 from agilerl.algorithms.core.action_result import action_result, unpadded_prompts
-from agilerl.algorithms.core.evaluation import evaluate
+from agilerl.algorithms.core.evaluation import evaluate, scores_of_all_ranks
 from agilerl.algorithms.core.lora_agent import LoRAAgent
 from agilerl.distributed import ranks_of
 from agilerl.llm.causal_lm import context_length, eos_token_ids
@@ -105,16 +105,18 @@ class LLMAlgorithm(LoRAAgent):
         Returns:
             ``(loop · rows,)`` float32 rewards, one per test row or (the return of an) episode;
             their mean is appended to ``fitness``. With several processes, the rewards of all of
-            them in the order of ranks, so that fitness is the same on each.
+            them in the order of ranks, so that fitness is the same on each. Answers that failed
+            and were dropped are not among them.
 
         Raises:
+            RuntimeError: If more answers failed than the environment's ``max_failure_share``.
             TypeError: If the environment has no ``evaluate``.
             ValueError: If ``loop`` is not positive.
         """
         ranks = ranks_of(self.accelerator)
         with self.rollout():  # the adapter is merged once for all answers
-            rewards = evaluate(env, partial(self.get_action, training=False), loop)
-        scores = np.concatenate(ranks.gather(rewards.numpy()))
+            evaluation = evaluate(env, partial(self.get_action, training=False), loop)
+        scores = scores_of_all_ranks(evaluation, ranks)
         self.fitness.append(float(scores.mean()))
         return scores
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
-from agilerl.checks import finite_number, require, shorten
+from agilerl.checks import require
+from agilerl.llm_envs.failures import FailurePolicy, OnFailure
 from agilerl.llm_envs.rewards.arguments import BY_POSITION
-from agilerl.llm_envs.rewards.functions import Reward, RewardFunctions, read_rewards
+from agilerl.llm_envs.rewards.calls import RewardCall, shown
+from agilerl.llm_envs.rewards.functions import RewardFunctions, read_rewards
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
-
-logger = logging.getLogger(__name__)
 
 
 class RewardError(RuntimeError):
-    """A reward call raised or ran out of time; ``__cause__`` is its exception."""
+    """Reward calls raised or ran out of time; ``__cause__`` is the first one's exception."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +25,20 @@ class Scores:
 
     Of two, with the weights 1 and 0.5, where the second reward does not apply to the first one::
 
-        total    [1.0, 0.25]
-        by_name  {"correct": [1.0, 0.0], "polite": [None, 0.5]}
+        total     [1.0, 0.25]
+        by_name   {"correct": [1.0, 0.0], "polite": [None, 0.5]}
+        failures  [None, None]
     """
 
     total: list[float]
-    """The weighted sum over the rewards that apply."""
+    """The weighted sum over the rewards that apply; 0 for a completion that was dropped."""
     by_name: dict[str, list[float | None]]
-    """Each without its weight, None where it does not apply; empty for a single function."""
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One call: of a batched function for all rows, of another for one."""
-
-    reward: Reward
-    rows: Sequence[int]
-    call: Callable[[], Any]
+    """Each without its weight, None where it does not apply or the completion was dropped for it;
+    empty for a single function."""
+    failures: list[str | None]
+    """Why a completion failed: one of its calls raised or ran out of time. None for others."""
+    first_failure: str = ""
+    """The first of them in full, with question and completion."""
 
 
 class RewardPool:
@@ -58,12 +51,17 @@ class RewardPool:
             does not apply. One marked with ``agilerl.rewards.batched_reward`` is called once, with
             lists. They run in threads: several calls at the same time.
         reward_timeout: Seconds that one call may take, counted from its own start.
-        failure_reward: The reward of a completion whose call raises or runs out of time. None
-            raises :class:`RewardError` instead. A wrong return value always raises.
         reward_workers: Largest number of calls at the same time.
         reward_weights: Factor of each reward in the total: a list in the order of the functions, or
             a dict by name; 1 where there is none.
         columns: Columns that functions may ask for beside ``completion, answer, question``.
+        on_failure: What becomes of a completion for which a call raises or runs out of time:
+            ``"raise"`` raises :class:`RewardError`; ``"drop"`` leaves it out, if one of its rewards
+            failed; a number is what that call returns. A wrong return value always raises.
+        max_failure_share: Largest share of completions that may fail; above it
+            :class:`RewardError` is raised whatever ``on_failure`` says.
+        failure_retries: Further calls of a function that raised or ran out of time, before it
+            counts as failed.
 
     Raises:
         TypeError: An argument of the wrong type; a function with a parameter that is no column.
@@ -74,9 +72,11 @@ class RewardPool:
         self,
         reward_fn: RewardFunctions,
         reward_timeout: float = 60.0,
-        failure_reward: float | None = None,
         reward_workers: int = 16,
         *,
+        on_failure: OnFailure = "raise",
+        max_failure_share: float = 0.5,
+        failure_retries: int = 0,
         reward_weights: Sequence[float] | Mapping[str, float] | None = None,
         columns: Collection[str] = (),
     ) -> None:
@@ -87,10 +87,7 @@ class RewardPool:
         self.named_columns = set().union(*(reward.arguments.named for reward in self._rewards))
         """The same without what only ``**kwargs`` gets."""
         self.reward_fn = reward_fn
-        if failure_reward is not None:
-            remedy = "pass one finite number, or None to raise on failure"
-            failure_reward = finite_number("failure_reward is", failure_reward, remedy)
-        self.failure_reward = failure_reward
+        self.policy = FailurePolicy(on_failure, max_failure_share, failure_retries)
         self._executor = TimeoutExecutor(
             reward_timeout,
             reward_workers,
@@ -99,7 +96,7 @@ class RewardPool:
             workers_name="reward_workers",
         )
         self.failures = 0
-        """Calls so far that raised or ran out of time."""
+        """Calls so far that raised or ran out of time, the last attempt too."""
         self.timeouts = 0
         """How many of them ran out of time."""
 
@@ -114,10 +111,11 @@ class RewardPool:
         """Score completions, each with its own answer and question.
 
         Returns:
-            One reward per completion, in the order given.
+            One reward per completion, in the order given; 0 for those that are dropped.
 
         Raises:
-            RewardError: A call raised or ran out of time and there is no ``failure_reward``.
+            RewardError: A call raised or ran out of time and ``on_failure`` is ``"raise"``, or too
+                many did.
             TypeError: A function returned something other than one real number.
             ValueError: A function returned NaN or infinity; the arguments differ in length; no
                 reward applies to a row.
@@ -132,83 +130,110 @@ class RewardPool:
         named = dict(zip(BY_POSITION, map(list, columns), strict=True))
         return self.score_columns(named).total
 
-    def score_columns(self, columns: Mapping[str, Sequence[Any]]) -> Scores:
+    def score_columns(
+        self, columns: Mapping[str, Sequence[Any]], *, bounded: bool = True
+    ) -> Scores:
         """Score completions, with everything that the functions ask for.
 
         Args:
             columns: Lists of N by name: ``completion, answer, question``, and those that the pool
                 was made with.
+            bounded: Whether ``max_failure_share`` is that of these completions; False: they are
+                part of an evaluation, as a whole of which it holds.
 
         Raises:
             RewardError: As :meth:`score`.
             TypeError: As :meth:`score`.
             ValueError: As :meth:`score`.
         """
-        jobs = self._jobs(columns)
+        count = len(columns["completion"])
         values: dict[str, list[float | None]] = {
-            reward.name: [None] * len(columns["completion"]) for reward in self._rewards
+            reward.name: [None] * count for reward in self._rewards
         }
-        failures: list[RewardError] = []
-        with closing(self._executor.as_completed([job.call for job in jobs])) as outcomes:
-            for outcome in outcomes:
-                job = jobs[outcome.index]
-                scored: Sequence[Any]
-                if outcome.error is None:
-                    scored = _numbers(job, outcome.value, columns)
-                else:
-                    failures.append(self._failure(job, outcome, columns))
-                    scored = [self.failure_reward] * len(job.rows)
-                for row, number in zip(job.rows, scored, strict=True):
-                    values[job.reward.name][row] = number
-        if failures:
-            message = "%d of %d reward calls failed and got failure_reward=%s. The first: %s"
-            logger.warning(message, len(failures), len(jobs), self.failure_reward, failures[0])
-        return self._scores(values, columns)
+        failures: list[str | None] = [None] * count
+        first: RewardError | None = None
+        calls = self._calls(count)
+        for _ in range(self.policy.failure_retries):
+            calls = [call for call, _ in self._run(calls, columns, values)]
+        with closing(self._run(calls, columns, values)) as failed:
+            for call, outcome in failed:
+                error = self._failure(call, outcome, columns)
+                first = first or error
+                for row in call.rows:
+                    failures[row] = failures[row] or str(error).partition("\n")[0]
+                    values[call.reward.name][row] = (
+                        None if self.policy.drops else self.policy.reward
+                    )
+                excess = self.policy.excess(count - failures.count(None), count, "completions")
+                if bounded and excess:
+                    raise RewardError(f"{excess}. The first: {first}") from first.__cause__
+        total = self._totals(values, failures, columns)
+        by_name = {name: values[name] for name in self.names}
+        return Scores(total, by_name, failures, "" if first is None else str(first))
 
     def close(self) -> None:
         """Stop the thread that coroutines run on; a later ``score`` starts another one."""
         self._executor.close()
 
-    def _jobs(self, columns: Mapping[str, Sequence[Any]]) -> list[_Job]:
-        rows = range(len(columns["completion"]))
-        jobs = []
+    def _calls(self, count: int) -> list[RewardCall]:
+        rows = range(count)
+        calls = []
         for reward in self._rewards:
-            function, arguments = reward.function, reward.arguments
             if not reward.batched:
-                for row in rows:
-                    values = {name: columns[name][row] for name in arguments.columns}
-                    jobs.append(_Job(reward, [row], arguments.bind(function, values)))
+                calls += [RewardCall(reward, [row]) for row in rows]
             elif rows:
-                # Copies: one function may change what another is given.
-                lists = {name: list(columns[name]) for name in arguments.columns}
-                jobs.append(_Job(reward, rows, arguments.bind(function, lists)))
-        return jobs
+                calls.append(RewardCall(reward, rows))
+        return calls
+
+    def _run(
+        self,
+        calls: Sequence[RewardCall],
+        columns: Mapping[str, Sequence[Any]],
+        values: Mapping[str, list[float | None]],
+    ) -> Generator[tuple[RewardCall, CallOutcome], None, None]:
+        """Make some calls; what they return is put into ``values``, and those that fail come out.
+
+        Closing the generator cancels the calls that have not begun.
+        """
+        functions = [call.function(columns) for call in calls]
+        with closing(self._executor.as_completed(functions)) as outcomes:
+            for outcome in outcomes:
+                call = calls[outcome.index]
+                if outcome.error is not None:
+                    yield call, outcome
+                    continue
+                numbers = call.numbers(outcome.value, columns)
+                for row, number in zip(call.rows, numbers, strict=True):
+                    values[call.reward.name][row] = number
 
     def _failure(
-        self, job: _Job, outcome: CallOutcome, columns: Mapping[str, Sequence[Any]]
+        self, call: RewardCall, outcome: CallOutcome, columns: Mapping[str, Sequence[Any]]
     ) -> RewardError:
-        """Count a failure; raise it where there is no ``failure_reward``."""
+        """Count a failure; raise it if ``on_failure`` says so."""
         self.failures += 1
         self.timeouts += outcome.timed_out
-        error = outcome.error
-        message = (
-            f"{job.reward.label} failed with {type(error).__name__}: {error}\n"
-            f"{_shown(columns, job.rows[0])}"
-        )
-        if job.reward.batched:
-            message += f"\n  and {len(job.rows) - 1} more in the same call"
-        if self.failure_reward is None:
-            raise RewardError(
-                f"{message}\n  Set failure_reward to give such completions a reward instead, or "
-                "raise reward_timeout if the function is slow."
-            ) from error
-        return RewardError(message)
+        assert outcome.error is not None
+        message = call.failure(outcome.error, columns)
+        if self.policy.on_failure != "raise":
+            error = RewardError(message)
+            error.__cause__ = outcome.error
+            return error
+        raise RewardError(
+            f'{message}\n  Set on_failure="drop" to leave such completions out, or to a number to '
+            "give them that reward; raise reward_timeout if the function is slow."
+        ) from outcome.error
 
-    def _scores(
-        self, values: Mapping[str, Sequence[float | None]], columns: Mapping[str, Sequence[Any]]
-    ) -> Scores:
+    def _totals(
+        self,
+        values: Mapping[str, Sequence[float | None]],
+        failures: Sequence[str | None],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> list[float]:
         total = []
-        for row in range(len(columns["completion"])):
+        for row, failure in enumerate(failures):
+            if failure is not None and self.policy.drops:
+                total.append(self.policy.reward)
+                continue
             parts = [
                 reward.weight * number
                 for reward in self._rewards
@@ -217,40 +242,7 @@ class RewardPool:
             require(
                 bool(parts),
                 f"no reward applies to this row: {', '.join(values)} returned None; give every row "
-                f"at least one, such as 0.0\n{_shown(columns, row)}",
+                f"at least one, such as 0.0\n{shown(columns, row)}",
             )
             total.append(sum(parts))
-        return Scores(total, {name: list(values[name]) for name in self.names})
-
-
-def _numbers(job: _Job, value: Any, columns: Mapping[str, Sequence[Any]]) -> list[float | None]:
-    """What a call returned: one number per row, or None where the reward does not apply."""
-    reward, returned = job.reward, [value]
-    if reward.batched:
-        remedy = "a batched reward returns a list with one number per completion"
-        if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 1:
-            value = value.tolist()
-        require(
-            isinstance(value, list | tuple),
-            f"{reward.label} returned {shorten(value)} of type {type(value).__name__}; {remedy}",
-            TypeError,
-        )
-        require(
-            len(value) == len(job.rows),
-            f"{reward.label} returned {len(value)} rewards for {len(job.rows)} completions; "
-            f"{remedy}",
-        )
-        returned = list(value)
-    numbers: list[float | None] = []
-    for row, number in zip(job.rows, returned, strict=True):
-        if number is None and reward.optional:
-            numbers.append(None)
-            continue
-        remedy = f"return one finite number, such as float(correct)\n{_shown(columns, row)}"
-        numbers.append(finite_number(f"{reward.label} returned", number, remedy))
-    return numbers
-
-
-def _shown(columns: Mapping[str, Sequence[Any]], row: int) -> str:
-    question, completion = columns["question"][row], columns["completion"][row]
-    return f"  question: {shorten(question)}\n  completion: {shorten(completion)}"
+        return total

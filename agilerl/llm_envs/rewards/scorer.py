@@ -23,7 +23,18 @@ class ScoredGroups:
     rewards: torch.Tensor
     """``(P, G)`` float32."""
     named_rewards: dict[str, torch.Tensor]
-    """Each of several rewards, ``(P, G)`` float32; NaN where it does not apply."""
+    """Each of several rewards, ``(P, G)`` float32; NaN where it does not apply or failed."""
+    failures: list[list[str | None]]
+    """``[P][G]``: why a completion failed, None for others."""
+    sample_mask: torch.Tensor
+    """``(P, G)`` bool: False for those that were dropped."""
+    first_failure: str
+    """In full; empty if none failed."""
+
+    @property
+    def failed(self) -> int:
+        """How many failed."""
+        return sum(reason is not None for group in self.failures for reason in group)
 
 
 def score_groups(
@@ -32,6 +43,8 @@ def score_groups(
     batch: PromptBatch,
     completion_ids: Sequence[torch.Tensor],
     action: ActionResult | None,
+    *,
+    bounded: bool = True,
 ) -> ScoredGroups:
     """Score the completions of a batch.
 
@@ -41,6 +54,7 @@ def score_groups(
         batch: The P prompts.
         completion_ids: Per prompt ``(G, T)`` long: prompt, completion, right padding.
         action: Says where completions end, and why; None: told from the ids.
+        bounded: As for the pool.
 
     Raises:
         Exception: What the pool raises.
@@ -58,11 +72,19 @@ def score_groups(
                 None if reasons is None else reasons[index],
             )
         )
-    scores = pool.score_columns(reward_columns(batch, completions))
+    scores = pool.score_columns(reward_columns(batch, completions), bounded=bounded)
+    failed = [reason is not None for reason in scores.failures]
+    dropped = torch.tensor(failed, dtype=torch.bool) & pool.policy.drops
     return ScoredGroups(
         texts=[[each.text for each in texts] for texts in completions],
         rewards=_grouped(scores.total, group),
         named_rewards={name: _grouped(values, group) for name, values in scores.by_name.items()},
+        failures=[
+            scores.failures[start : start + group]
+            for start in range(0, len(scores.failures), group)
+        ],
+        sample_mask=~dropped.reshape(-1, group),
+        first_failure=scores.first_failure,
     )
 
 

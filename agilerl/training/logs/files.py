@@ -27,6 +27,7 @@ FIRST_COLUMNS = (
     "reward_mean",
     "reward_std",
     "accuracy",
+    "failed_completions",
     "fitness",
     "eval_accuracy",
     "tokens_per_second",
@@ -194,6 +195,8 @@ class CompletionsFile(_LineLog[str]):
             }
             if sample.rewards:
                 record["rewards"] = sample.rewards
+            if sample.failure is not None:
+                record["failure"] = sample.failure
             self._waiting.append(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         self._write_waiting()
 

@@ -47,6 +47,8 @@ class ErrorTolerantStream:
 class ProgressBar:
     """Steps per agent, with reward, accuracy, KL, tokens per second and time left.
 
+    Completions that failed are shown where there are any.
+
     Args:
         total: Steps per agent of the whole run, None when unknown.
         enabled: False draws nothing.
@@ -73,6 +75,7 @@ class ProgressBar:
         shown = {
             "reward": _mean(rows, "reward_mean"),
             "accuracy": _mean(rows, "accuracy"),
+            "failed": sum(row.get("failed_completions", 0.0) for row in rows) or None,
             "KL": _mean(rows, "mean_kl"),
             "tokens/s": _mean(rows, "tokens_per_second"),
             "fitness": self._last_fitness,

@@ -1,0 +1,121 @@
+"""What becomes of completions whose rewards, and of episodes whose environments, fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from agilerl.checks import Number, finite_number, require
+from agilerl.typing import Evaluation
+
+_SHOWN_CHARACTERS = 500
+
+OnFailure: TypeAlias = Literal["raise", "drop"] | float
+"""``"raise"``: the error ends the step; ``"drop"``: what failed is left out; a number: it gets this
+reward."""
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """The arguments of those names, checked."""
+
+    on_failure: OnFailure
+    max_failure_share: float
+    failure_retries: int
+
+    def __post_init__(self) -> None:
+        remedy = "pass 'raise', 'drop', or one finite number"
+        if isinstance(self.on_failure, str):
+            known = self.on_failure in {"raise", "drop"}
+            require(known, f"on_failure is {self.on_failure!r}; {remedy}")
+        else:
+            number = finite_number("on_failure is", self.on_failure, remedy)
+            object.__setattr__(self, "on_failure", number)
+        Number(0, 1)("max_failure_share", self.max_failure_share)
+        Number(0, integer=True)("failure_retries", self.failure_retries)
+
+    @property
+    def drops(self) -> bool:
+        """Whether what failed is left out."""
+        return self.on_failure == "drop"
+
+    @property
+    def reward(self) -> float:
+        """The reward of what failed, which is to be ignored where that is left out."""
+        return 0.0 if isinstance(self.on_failure, str) else self.on_failure
+
+    def excess(self, failed: int, total: int, what: str) -> str:
+        """Says that more than ``max_failure_share`` of ``total`` failed; empty if not."""
+        if failed <= self.max_failure_share * total:
+            return ""
+        return (
+            f"{failed} of {total} {what} have failed, more than max_failure_share="
+            f"{self.max_failure_share:g}"
+        )
+
+    @property
+    def outcome(self) -> str:
+        """What became of what failed, for messages."""
+        return "are left out" if self.drops else f"got on_failure={self.on_failure}"
+
+
+def reason(error: BaseException) -> str:
+    """An exception in a few words."""
+    text = str(error)
+    if len(text) > _SHOWN_CHARACTERS:
+        text = f"{text[:_SHOWN_CHARACTERS]}..."
+    return f"{type(error).__name__}: {text}"
+
+
+class EvaluationRows:
+    """The answers of an evaluation, without those that are left out.
+
+    Args:
+        policy: What becomes of those that failed.
+        what: What messages call them.
+    """
+
+    def __init__(self, policy: FailurePolicy, what: str) -> None:
+        self._policy, self._what = policy, what
+        self._rewards: list[float] = []
+        self._questions: list[str] = []
+        self._answers: list[Any] = []
+        self._completions: list[str] = []
+        self._failures: list[str] = []
+
+    def add(
+        self,
+        reward: float,
+        question: str,
+        completion: str,
+        failure: str | None,
+        answers: Sequence[Any] = (),
+    ) -> None:
+        """Add one; ``answers`` holds its reference answer if there is one."""
+        if failure is not None:
+            self._failures.append(failure)
+            if self._policy.drops:
+                return
+        self._rewards.append(reward)
+        self._questions.append(question)
+        self._completions.append(completion)
+        self._answers += answers
+
+    def excess(self, total: int) -> str:
+        """Says that too many of ``total`` failed, and why the first did; empty if not."""
+        excess = self._policy.excess(len(self._failures), total, self._what)
+        return f"{excess}. The first: {self._failures[0]}" if excess else ""
+
+    def result(self, total: int) -> Evaluation:
+        """The evaluation, of ``total`` answers in all."""
+        return Evaluation(
+            torch.tensor(self._rewards, dtype=torch.float32),
+            self._questions,
+            self._answers,
+            self._completions,
+            self._failures,
+            self._policy.max_failure_share * total,
+        )
