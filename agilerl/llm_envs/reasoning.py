@@ -23,7 +23,7 @@ from agilerl.typing import Act, ActionResult, Evaluation, ReasoningPrompts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ class ReasoningGym:
         env.evaluate(lambda prompts: agent.get_action(prompts, training=False)).rewards  # (rows,)
 
     Args:
-        train_dataset: A ``datasets.Dataset`` or a list of dicts: rows with a column ``question``,
-            or those that the template shows, or a conversation in a column ``prompt`` or
-            ``messages``; ``answer`` (never part of a prompt) and others as rewards ask for them,
-            who get them unchanged. See ``docs/data.md``.
+        train_dataset: A ``datasets.Dataset``, a list of dicts, or a streaming ``IterableDataset``,
+            whose own order is kept. Rows have a column ``question``, or those that the template
+            shows, or a conversation in the column ``prompt`` or ``messages``; ``answer`` (never
+            part of a prompt) and others for rewards that ask for them. See ``docs/data.md``.
         test_dataset: The held-out rows, same columns; None: there is no evaluation.
         tokenizer: The model's tokenizer. Without a chat template the contents of the conversation
             are concatenated.
@@ -65,8 +65,9 @@ class ReasoningGym:
         accelerator: With several processes, each gets its own share of every batch and of the test
             rows; no row is dropped or repeated.
         return_raw_completions: Whether ``step`` returns the texts of the completions too.
-        max_context_length: Rows whose prompt has more tokens are dropped; None keeps all.
-        seed: Seed of the training order, 0 or more.
+        max_context_length: Rows whose prompt has more tokens are dropped; None keeps all, which a
+            stream does not allow.
+        seed: Seed of the training order, 0 or more; a stream has its own.
         reward_timeout: Seconds that one call of a reward function may take.
         reward_workers: Largest number of ``reward_fn`` calls at the same time.
         eval_batch_size: Prompts per test batch; None: 64 or, if more, ``data_batch_size_per_gpu``.
@@ -92,7 +93,7 @@ class ReasoningGym:
 
     def __init__(  # noqa: PLR0913, PLR0917 - the public contract
         self,
-        train_dataset: Dataset | Sequence[Mapping[str, Any]],
+        train_dataset: Dataset | IterableDataset | Sequence[Mapping[str, Any]],
         test_dataset: Dataset | Sequence[Mapping[str, Any]] | None,
         tokenizer: PreTrainedTokenizerBase,
         reward_fn: RewardFunctions,
@@ -171,7 +172,11 @@ class ReasoningGym:
         dropped, whose rewards mean nothing; None before it."""
 
     def __len__(self) -> int:
-        """Training rows of all processes, without those dropped as too long."""
+        """Training rows of all processes, without those dropped as too long.
+
+        Raises:
+            TypeError: They are a stream.
+        """
         return len(self._train)
 
     @property
@@ -197,6 +202,7 @@ class ReasoningGym:
     def prompt_lengths(self) -> list[int]:
         """Tokens of every prompt, template included: the training rows', then the test rows'.
 
+        A stream counts as one prompt of ``max_context_length`` tokens.
         Counted at the first call, unless ``max_context_length`` had them counted before.
         """
         return self._train.lengths() + ([] if self._test is None else self._test.lengths())

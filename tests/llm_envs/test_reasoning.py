@@ -490,7 +490,12 @@ def test_the_fingerprint_is_of_questions_answers_and_templates(make_env: MakeEnv
         ({"train_dataset": ["2+2?"]}, TypeError, r"train_dataset\[0\] is '2\+2\?'; each row must"),
         ({"train_dataset": []}, ValueError, "train_dataset has no rows"),
         ({"train_dataset": DatasetDict(train=sums(0, 2))}, TypeError, "one split"),
-        ({"train_dataset": sums(0, 2).to_iterable_dataset()}, TypeError, "of type IterableDataset"),
+        (
+            {"train_dataset": sums(0, 2).to_iterable_dataset()},
+            ValueError,
+            "max_context_length is None, but train_dataset is a stream",
+        ),
+        ({"test_dataset": sums(0, 2).to_iterable_dataset()}, TypeError, "test_dataset is a stream"),
         ({"train_dataset": Dataset.from_list([])}, ValueError, "train_dataset has no rows"),
         ({"test_dataset": sums(0, 0)}, ValueError, "test_dataset has no rows"),
         (

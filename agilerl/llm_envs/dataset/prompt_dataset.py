@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from agilerl.checks import require
-from agilerl.llm.prompts import Conversation, PromptEncoder, has_chat_template
+from agilerl.llm.prompts import PromptEncoder, has_chat_template
 from agilerl.llm_envs.dataset.conversations import ConversationReader
 from agilerl.llm_envs.dataset.fingerprint import fingerprint
+from agilerl.llm_envs.dataset.repetition import prompt_key
 from agilerl.llm_envs.dataset.rows import Rows
 from agilerl.typing import ReasoningPrompts
 
@@ -129,9 +129,9 @@ class PromptDataset:
         self._lengths: list[int] | None = None
         # A chat template that refuses the roles fails here, not in training.
         reader.render(self._rows.take([0])[0], self._where(0))
-        self.prompt_keys = np.fromiter(
+        self.prompt_keys = array(
+            "q",
             (prompt_key(reader.conversations.read(row, where)) for row, where in self._each()),
-            dtype=np.int64,
         )
         """A number for every row, also those that do not fit: equal where prompts are equal."""
         if max_context_length is not None:
@@ -201,8 +201,3 @@ class PromptDataset:
             )
         self._kept = kept
         self._lengths = [lengths[row] for row in kept]
-
-
-def prompt_key(conversation: Conversation) -> int:
-    """The same number, in this process, for the same messages."""
-    return hash(repr(conversation))

@@ -103,12 +103,18 @@ def read_rows(name: str, dataset: Any) -> Rows:
         TypeError: Neither a ``datasets.Dataset`` nor a list of dicts.
         ValueError: No rows.
     """
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
     rows: Rows
     if isinstance(dataset, Dataset):
         rows = DatasetRows(dataset)
     else:
+        require(
+            not isinstance(dataset, IterableDataset),
+            f"{name} is a stream; every evaluation scores the same rows, so pass a list of some: "
+            "list(dataset.take(500))",
+            TypeError,
+        )
         require(
             isinstance(dataset, list | tuple),
             f"{name} is of type {type(dataset).__name__}; it must be {_KINDS}",

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
-
-from agilerl.checks import require, warn_once
+from agilerl.checks import require
 from agilerl.llm.prompts import Conversation
 from agilerl.llm_envs.dataset.batches import ShuffledBatches, TrainingBatches
 from agilerl.llm_envs.dataset.conversations import ConversationReader
 from agilerl.llm_envs.dataset.prompt_dataset import PromptDataset, PromptReader
+from agilerl.llm_envs.dataset.repetition import RepetitionCheck
 from agilerl.llm_envs.dataset.rows import Rows, read_rows
 from agilerl.llm_envs.dataset.sampler import TrainingBatchSampler
+from agilerl.llm_envs.dataset.stream import Stream
+from agilerl.llm_envs.dataset.streamed_batches import StreamedBatches
 
-logger = logging.getLogger(__name__)
 
-# With fewer, as in a toy, repetitions are no sign of a mistake.
-_LEAST_TEST_PROMPTS = 8
-_LARGE_SHARE = 0.1
+def read_training_rows(dataset: Any) -> Rows | Stream:
+    """The rows of what the user passed as ``train_dataset``, which may be a stream.
+
+    Raises:
+        TypeError: Of no kind that is known.
+        ValueError: No rows.
+    """
+    from datasets import IterableDataset
+
+    name = "train_dataset"
+    return (Stream if isinstance(dataset, IterableDataset) else read_rows)(name, dataset)
+
+
+def _given_length(max_context_length: int | None) -> int:
+    if max_context_length is None:
+        raise ValueError(
+            "max_context_length is None, but train_dataset is a stream, whose prompts cannot all "
+            "be measured before training; pass the most tokens that a prompt may have, less than "
+            "max_model_len of the agents: rows with more are dropped as they come"
+        )
+    return max_context_length
 
 
 class Splits:
@@ -36,7 +53,7 @@ class Splits:
     """
 
     def __init__(self, train_dataset: Any, test_dataset: Any) -> None:
-        self.train = read_rows("train_dataset", train_dataset)
+        self.train = read_training_rows(train_dataset)
         self.test = None if test_dataset is None else read_rows("test_dataset", test_dataset)
 
     @property
@@ -60,7 +77,9 @@ class Splits:
         Raises:
             Exception: What it raises.
         """
-        names, first = self.train.column_names, self.train.take([0])[0]
+        names, rows = self.train.column_names, self.train
+        first = rows.head[0] if isinstance(rows, Stream) else rows.take([0])[0]
+        first = {name: first.get(name) for name in names}
         return ConversationReader(conversation_template, "train_dataset", names, first)
 
     def prompts(
@@ -86,28 +105,27 @@ class Splits:
             TypeError: A row that is no prompt.
             ValueError: The same; no row that fits; fewer rows than processes.
         """
+        if isinstance(self.train, Stream):
+            length = _given_length(max_context_length)
+            test, repetition = self._held_out_prompts(reader, length)
+            return StreamedBatches(
+                self.train, reader, length, *(batch_size, rank, processes), repetition
+            ), test
         train = PromptDataset("train_dataset", self.train, reader, max_context_length)
-        test = None
-        if self.test is not None:
-            test = PromptDataset("test_dataset", self.test, reader, max_context_length)
-            warn_of_repeated_prompts(train, test)
+        test, repetition = self._held_out_prompts(reader, max_context_length)
+        if repetition is not None:
+            repetition.trained_on(train.prompt_keys)
         sampler = TrainingBatchSampler(len(train), batch_size, seed, rank, processes)
         return ShuffledBatches(train, sampler), test
 
+    def _held_out_prompts(
+        self, reader: PromptReader, max_context_length: int | None
+    ) -> tuple[PromptDataset | None, RepetitionCheck | None]:
+        if self.test is None:
+            return None, None
+        test = PromptDataset("test_dataset", self.test, reader, max_context_length)
+        return test, RepetitionCheck(test.prompt_keys)
+
     @property
-    def _held_out(self) -> Rows:
+    def _held_out(self) -> Rows | Stream:
         return self.train if self.test is None else self.test
-
-
-def warn_of_repeated_prompts(train: PromptDataset, test: PromptDataset) -> None:
-    """Warn once if a large share of the test prompts are training prompts as well."""
-    held_out = np.unique(test.prompt_keys)
-    share = float(np.isin(held_out, train.prompt_keys).mean())
-    if len(held_out) >= _LEAST_TEST_PROMPTS and share >= _LARGE_SHARE:
-        warn_once(
-            logger,
-            "%.0f%% of the prompts of test_dataset are in train_dataset too, so its fitness does "
-            "not show how an agent does on new ones; hold rows out, for example with "
-            "dataset.train_test_split(test_size=0.1, seed=0).",
-            100 * share,
-        )

@@ -1,0 +1,296 @@
+"""Training on a stream: its order, shares of processes, exact resumption, bounded memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import IterableDataset, interleave_datasets
+from sums_data import sums
+
+from agilerl import checks
+from agilerl.llm_envs import ReasoningGym
+from agilerl.llm_envs.dataset import TrainingBatchSampler
+
+MakeEnv = Callable[..., ReasoningGym]
+
+
+def questions(count: int) -> Iterator[dict[str, Any]]:
+    for number in range(count):
+        yield {"question": f"{number}?", "answer": number}
+
+
+def generated(count: int = 11) -> IterableDataset:
+    """Without features: it does not say which columns it has."""
+    stream = IterableDataset.from_generator(questions, gen_kwargs={"count": count})
+    assert stream.column_names is None
+    return stream
+
+
+STREAMS: dict[str, Callable[[], IterableDataset]] = {
+    "generated": generated,
+    "table": lambda: sums(0, 11).to_iterable_dataset(num_shards=3),
+    "shuffled": lambda: generated().shuffle(seed=1, buffer_size=4),
+    "shuffled table": lambda: (
+        sums(0, 11).to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=3)
+    ),
+    "shuffled and mapped": lambda: (
+        generated().shuffle(seed=1, buffer_size=4).map(lambda row: row, batched=True, batch_size=3)
+    ),
+    "mapped": lambda: generated().map(lambda row: row, batched=True, batch_size=4),
+    "filtered": lambda: generated(16).filter(lambda row: row["answer"] % 3),
+    "interleaved": lambda: interleave_datasets(
+        [generated(5), generated(9)], probabilities=[0.5, 0.5], seed=3
+    ),
+    "taken": lambda: generated(30).skip(4).take(11),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_warned", set())
+
+
+@pytest.fixture(params=STREAMS)
+def build(request: pytest.FixtureRequest) -> Callable[[], IterableDataset]:
+    return STREAMS[request.param]
+
+
+@pytest.fixture
+def make(make_env: MakeEnv) -> MakeEnv:
+    def made(stream: IterableDataset, **arguments: Any) -> ReasoningGym:
+        defaults = {"reward_fn": lambda completion: 0.0, "max_context_length": 100}
+        return make_env(train_dataset=stream, **(defaults | arguments))
+
+    return made
+
+
+def step(env: ReasoningGym) -> list[str]:
+    """The questions of the batch that waits, which is then answered."""
+    prompts, asked = env.reset(), env.questions
+    env.step([torch.cat([p["input_ids"], torch.tensor([[32]])], dim=1) for p in prompts])
+    return asked
+
+
+def expected_pass(build: Callable[[], IterableDataset], epoch: int) -> list[str]:
+    stream = build()
+    stream.set_epoch(epoch)
+    return [row["question"] for row in stream]
+
+
+def test_passes_in_the_streams_own_order(
+    build: Callable[[], IterableDataset], make: MakeEnv
+) -> None:
+    env = make(build())
+    for epoch in range(3):
+        expected, seen = expected_pass(build, epoch), []
+        while env.num_epochs == epoch:
+            seen += step(env)
+        assert seen == expected
+        assert env.num_epochs == epoch + 1
+
+
+def test_a_shuffled_stream_has_another_order_in_every_pass() -> None:
+    passes = [expected_pass(STREAMS["shuffled"], epoch) for epoch in range(3)]
+    assert len({str(each) for each in passes}) == 3
+
+
+@pytest.mark.parametrize(("rows", "ranks", "size"), [(7, 1, 3), (20, 3, 2), (13, 2, 2), (5, 5, 1)])
+def test_processes_share_batches_as_those_of_a_dataset(
+    make: MakeEnv, rows: int, ranks: int, size: int
+) -> None:
+    """No row is dropped or repeated, and every process has one in every batch."""
+    envs = [
+        make(
+            generated(rows),
+            data_batch_size_per_gpu=size,
+            accelerator=SimpleNamespace(process_index=rank, num_processes=ranks),
+        )
+        for rank in range(ranks)
+    ]
+    samplers = [TrainingBatchSampler(rows, size, 0, rank, ranks) for rank in range(ranks)]
+    in_order = TrainingBatchSampler(rows, rows, 0).current()
+    while samplers[0].epoch < 2:
+        if samplers[0].epoch == 0:
+            shares = [[in_order.index(row) for row in each.current()] for each in samplers]
+        assert {json.dumps(env.state_dict()) for env in envs} == {json.dumps(envs[0].state_dict())}
+        seen = [step(env) for env in envs]
+        if samplers[0].epoch == 0:
+            assert seen == [[f"{row}?" for row in share] for share in shares]
+        for sampler in samplers:
+            sampler.advance()
+        assert {env.num_epochs for env in envs} == {samplers[0].epoch}
+
+
+def test_a_state_resumes_exactly(build: Callable[[], IterableDataset], make: MakeEnv) -> None:
+    """At every batch of two passes."""
+    whole, states = make(build(), data_batch_size_per_gpu=2), []
+    batches = []
+    while whole.num_epochs < 2:
+        states.append(json.loads(json.dumps(whole.state_dict())))
+        batches.append(step(whole))
+    batches += [step(whole) for _ in range(8)]
+    for done, state in enumerate(states):
+        resumed = make(build(), data_batch_size_per_gpu=2)
+        resumed.load_state_dict(state)
+        assert resumed.num_epochs == state["epoch"]
+        assert [step(resumed) for _ in range(8)] == batches[done : done + 8]
+
+
+def test_resuming_reads_on_from_the_datasets_state(make: MakeEnv) -> None:
+    """Not from the start of the pass, except where rows wait in a shuffle buffer."""
+    read: list[int] = []
+
+    def noted(row: dict[str, Any]) -> dict[str, Any]:
+        read.append(row["answer"])
+        return row
+
+    for stream, first in ((generated(200), 116), (generated(200).shuffle(1, buffer_size=4), 0)):
+        env = make(stream.map(noted), data_batch_size_per_gpu=4)
+        for _ in range(30):
+            step(env)
+        state = env.state_dict()
+        resumed = make(stream.map(noted), data_batch_size_per_gpu=4)
+        read.clear()
+        resumed.load_state_dict(state)
+        assert min(read) >= first - 4 if first else 0 in read
+        assert step(resumed) == step(env)
+
+
+def test_rows_are_read_as_they_are_needed(make: MakeEnv) -> None:
+    """An endless stream; of what was read only the next batch, and one row more, is kept."""
+    env = make(generated(3).repeat(None), data_batch_size_per_gpu=4)
+    for _ in range(100):
+        step(env)
+    kept = env._train._ahead, env._train._waiting, env._train._marks
+    assert [len(each) for each in kept] == [1, 1, 2]
+    assert env.num_epochs == 0
+    assert env.state_dict()["offset"] == 400
+
+
+def test_upcoming_leaves_the_position(make: MakeEnv) -> None:
+    env = make(generated(7), data_batch_size_per_gpu=3)
+    step(env)
+    before = env.state_dict()
+    announced = [[p["text"] for p in prompts] for prompts in env.upcoming(5)]
+    assert [len(batch) for batch in announced] == [3, 1, 3, 3, 1]
+    assert (env.state_dict(), env.num_epochs) == (before, 0)
+    for batch in announced:
+        assert [p["text"] for p in env.reset()] == batch
+        step(env)
+    assert env.num_epochs == 2
+
+
+def test_environments_may_share_a_stream(make: MakeEnv) -> None:
+    stream = STREAMS["shuffled table"]()
+    one, other = make(stream), make(stream)
+    alone = make(STREAMS["shuffled table"]())
+    expected = [step(alone) for _ in range(9)]
+    for batch in expected[:5]:
+        assert step(one) == batch
+    for batch in expected:
+        assert step(other) == batch
+    assert step(one) == expected[5]
+    other.reset(reset_dataloaders=True)
+    assert step(other) == expected[0]
+
+
+def test_rows_that_are_too_long_are_left_out(
+    make: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    """25 tokens around the question."""
+    rows = [{"question": "x" * (1 + i % 4), "answer": ""} for i in range(12)]
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    env = make(stream, max_context_length=27, test_dataset=None)
+    assert env.prompt_lengths() == [27]
+    seen = []
+    while env.num_epochs < 2:
+        seen += step(env)
+    assert seen == ["x", "xx"] * 6
+    dropped = [r.getMessage() for r in caplog.records if "dropped" in r.getMessage()]
+    assert len(dropped) == 1
+    assert dropped[0].startswith("train_dataset: dropped 6 of 12 rows")
+
+
+def test_a_stream_has_no_length(make: MakeEnv) -> None:
+    with pytest.raises(TypeError, match="train_dataset is a stream, which has no length: bound"):
+        len(make(generated()))
+
+
+def test_the_fingerprint_is_of_columns_and_first_rows(make: MakeEnv) -> None:
+    digests = {
+        make(generated()).fingerprint(),
+        make(generated(20)).fingerprint(),
+        make(STREAMS["shuffled"]()).fingerprint(),
+        make(generated().map(lambda row: {"question": row["question"] + "!"})).fingerprint(),
+    }
+    assert len(digests) == 3  # what comes later is not known
+
+
+def test_conversations_in_a_stream(make: MakeEnv) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"prompt": [{"role": "user", "content": "2+2?"}]}
+        yield {"prompt": []}
+
+    stream = IterableDataset.from_generator(rows)
+    env = make(stream, conversation_template=None, test_dataset=None, data_batch_size_per_gpu=1)
+    with pytest.raises(ValueError, match="train_dataset row 1: prompt has no messages"):
+        env.reset()
+
+
+def test_test_prompts_that_come_by(make: MakeEnv, caplog: pytest.LogCaptureFixture) -> None:
+    test = [{"question": f"{number}?", "answer": 0} for number in range(15, 35)]
+    env = make(generated(20), test_dataset=test)
+    while env.num_epochs < 2:
+        step(env)
+    found = [r.getMessage() for r in caplog.records if "are in train_dataset too" in r.getMessage()]
+    assert len(found) == 1
+    assert found[0].startswith("Of the prompts of test_dataset at least 10%")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"stream": generated(0)}, ValueError, "train_dataset has no rows"),
+        ({"max_context_length": None}, ValueError, "None, but train_dataset is a stream"),
+        ({"conversation_template": None}, ValueError, "train_dataset has no conversations"),
+        (
+            {"stream": generated().remove_columns("answer"), "reward_fn": None},
+            ValueError,
+            "'answer'",
+        ),
+    ],
+)
+def test_bad_arguments(
+    make: MakeEnv, arguments: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    stream = arguments.pop("stream", None)
+    if "reward_fn" in arguments:
+        arguments["reward_fn"] = lambda completion, answer: 0.0
+    with pytest.raises(error, match=match):
+        make(generated() if stream is None else stream, **arguments)
+
+
+def test_too_few_rows(make: MakeEnv) -> None:
+    ranks = SimpleNamespace(process_index=0, num_processes=3)
+    with pytest.raises(ValueError, match=r"2 rows of at most max_context_length=100 .* 3 pro"):
+        make(generated(2), accelerator=ranks).reset()
+    with pytest.raises(ValueError, match="0 rows of at most max_context_length=5 tokens in 11"):
+        make(generated(), max_context_length=5, test_dataset=None).reset()
+    with pytest.raises(ValueError, match="none of the first 1000 prompts fits"):
+        make(generated().repeat(None), max_context_length=5, test_dataset=None).reset()
+
+
+def test_a_state_of_another_stream_is_refused(make: MakeEnv) -> None:
+    env = make(generated())
+    step(env)
+    state = env.state_dict()
+    for other in (generated().skip(1), generated(2)):
+        with pytest.raises(ValueError, match="gives another row 3 in pass 0 than when"):
+            make(other).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"state has the keys \['epoch'\]"):
+        env.load_state_dict({"epoch": 1})
