@@ -149,7 +149,7 @@ def test_resuming_reads_on_from_the_datasets_state(make: MakeEnv) -> None:
         read.append(row["answer"])
         return row
 
-    for stream, first in ((generated(200), 116), (generated(200).shuffle(1, buffer_size=4), 0)):
+    for stream, first in ((generated(200), 112), (generated(200).shuffle(1, buffer_size=4), 0)):
         env = make(stream.map(noted), data_batch_size_per_gpu=4)
         for _ in range(30):
             step(env)
@@ -157,7 +157,7 @@ def test_resuming_reads_on_from_the_datasets_state(make: MakeEnv) -> None:
         resumed = make(stream.map(noted), data_batch_size_per_gpu=4)
         read.clear()
         resumed.load_state_dict(state)
-        assert min(read) >= first - 4 if first else 0 in read
+        assert first <= min(read) <= first + 8
         assert step(resumed) == step(env)
 
 
