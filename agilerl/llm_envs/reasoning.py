@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -15,6 +15,7 @@ from agilerl.llm.prompts import Conversation, PromptEncoder
 from agilerl.llm_envs.completion_checks import check_completions, takes_action
 from agilerl.llm_envs.dataset import PromptBatch, PromptReader, Splits
 from agilerl.llm_envs.dataset.conversations import question_text
+from agilerl.llm_envs.dataset.procedural import ProceduralTask, beside, default_template
 from agilerl.llm_envs.failures import EvaluationRows, OnFailure
 from agilerl.llm_envs.rewards import RewardError, RewardFunctions, RewardPool
 from agilerl.llm_envs.rewards.columns import OFFERED, CompletionReader, dataset_columns
@@ -24,6 +25,7 @@ from agilerl.typing import Act, ActionResult, Evaluation, ReasoningPrompts
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from datasets import Dataset, IterableDataset
+    from reasoning_gym.dataset import ProceduralDataset
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -170,6 +172,52 @@ class ReasoningGym:
         self.last_sample_mask: torch.Tensor | None = None
         """``(P, G)`` bool for ``learn``: False for completions of the last ``step`` that were
         dropped, whose rewards mean nothing; None before it."""
+
+    @classmethod
+    def from_reasoning_gym(  # noqa: PLR0913 - options of the task, and of the environment
+        cls,
+        task: str | ProceduralDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        size: int | None = None,
+        seed: int | None = None,
+        test_size: int = 100,
+        config: Mapping[str, Any] | None = None,
+        answer_tag: str | None = "answer",
+        reward_fn: RewardFunctions | None = None,
+        conversation_template: Conversation | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A task of reasoning-gym, scored by its own ``score_answer``.
+
+        Args:
+            task: A name, such as ``"chain_sum"``, or a dataset of reasoning-gym.
+            tokenizer: The model's tokenizer.
+            size: Training questions; None: 1,000, or the dataset's.
+            seed: Of the questions and of the training order; None: 42, or the dataset's.
+            test_size: Held-out questions, none of which is a training question; 0: no evaluation.
+            config: Further parameters of the task, such as ``{"max_terms": 3}``.
+            answer_tag: The answer is what stands between ``<answer>`` and ``</answer>``, for
+                ``"answer"``; None: all of the completion.
+            reward_fn: Further rewards. They may ask for ``metadata``, and for ``entry``, all that
+                the task generated. The task's own is called ``score_answer``.
+            conversation_template: None: reasoning-gym's, which asks to think first and for the
+                answer between ``<answer>`` tags.
+            **settings: Further arguments of the class.
+
+        Raises:
+            ImportError: reasoning-gym is not installed.
+            TypeError: An argument of the wrong type.
+            ValueError: No task of that name; parameters that it does not take; questions so few
+                that none is left to be held out.
+        """
+        source = ProceduralTask(task, size, seed, test_size, config, answer_tag)
+        rewards, template = beside(source, reward_fn), conversation_template or default_template()
+        env = cls(
+            source.train, source.test, tokenizer, rewards, template, seed=source.seed, **settings
+        )
+        env.name = source.name
+        return env
 
     def __len__(self) -> int:
         """Training rows of all processes, without those dropped as too long.
