@@ -10,7 +10,7 @@ Shape letters, the same everywhere in this package:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, runtime_checkable
 
@@ -97,13 +97,24 @@ ExperiencesType: TypeAlias = tuple[TensorRows, TensorRows, Any]
 """``(completion_ids, action_masks, rewards)``; rewards ``(P, G)``, ``(B,)`` or ``(B, U)``."""
 
 
+Message: TypeAlias = Mapping[str, Any]
+"""A ``role``, a ``content`` (text), and whatever else a chat template reads, such as ``name``."""
+Observation: TypeAlias = "str | Sequence[Message]"
+"""What an environment says: a user message, or a list of messages."""
+TextReset: TypeAlias = "tuple[Observation, dict[str, Any]]"
+TextStep: TypeAlias = "tuple[Observation, float, bool, bool, dict[str, Any]]"
+
+
 @runtime_checkable
 class TextEnv(Protocol):
-    """A text environment in Gymnasium style: strings in, strings out."""
+    """A text environment in Gymnasium style: text (or messages) out, text in.
 
-    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]: ...
+    Both methods may be ``async``.
+    """
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]: ...
+    def reset(self, seed: int | None = None) -> TextReset | Awaitable[TextReset]: ...
+
+    def step(self, action: str) -> TextStep | Awaitable[TextStep]: ...
 
 
 @runtime_checkable

@@ -13,20 +13,20 @@ never releases the interpreter lock (a catastrophic regular expression) cannot b
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from agilerl.checks import COUNT, Number
+from agilerl.llm_envs.event_loop import EventLoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class TimeoutExecutor:
         self.workers = workers
         self._name = name
         self._timeout_name = timeout_name
-        self._loop: _LoopThread | None = None
+        self._loop: EventLoopThread | None = None
         self._loop_lock = threading.Lock()
 
     def run(
@@ -169,10 +169,10 @@ class TimeoutExecutor:
             if not batch.finish(call, value, error):
                 return
 
-    def _event_loop(self) -> _LoopThread:
+    def _event_loop(self) -> EventLoopThread:
         with self._loop_lock:
             if self._loop is None:
-                self._loop = _LoopThread(self._name)
+                self._loop = EventLoopThread(self._name)
             return self._loop
 
     def _replace_stuck_loop(self) -> None:
@@ -249,39 +249,3 @@ class _Batch:
         for call in abandoned:
             if call.future is not None:
                 call.future.cancel()
-
-
-class _LoopThread:
-    """An asyncio event loop in a daemon thread."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name=f"{name}-loop", daemon=True).start()
-
-    def submit(self, awaitable: Awaitable[Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(self._wait_for(awaitable), self._loop)
-
-    def answers(self, seconds: float) -> bool:
-        responded = threading.Event()
-        self._loop.call_soon_threadsafe(responded.set)
-        return responded.wait(seconds)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    async def _wait_for(self, awaitable: Awaitable[Any]) -> Any:
-        try:
-            return await awaitable
-        except (SystemExit, KeyboardInterrupt) as exc:
-            # asyncio lets these two through, which would end the loop for every other call.
-            raise RuntimeError(f"{self._name} raised {exc!r}") from exc
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self._loop.close()

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from agilerl.checks import (
     COUNT,
+    FLAG,
     OPTIONAL_COUNT,
-    InstanceOf,
     Number,
-    finite_number,
     require,
-    unpacked,
 )
 from agilerl.llm_envs.completion_checks import check_answer_length, check_completion
-from agilerl.llm_envs.episode_tokens import EpisodeTokens, Segment
+from agilerl.llm_envs.conversation.episode_tokens import EpisodeTokens, Segment
+from agilerl.llm_envs.conversation.text_environment import reset_outcome, step_outcome, takes_seed
+from agilerl.llm_envs.conversation.turn_boundary import TurnBoundary
+from agilerl.llm_envs.event_loop import EventLoopThread, then
 from agilerl.llm_envs.seeds import evaluate_episodes
-from agilerl.llm_envs.turn_boundary import TurnBoundary
+from agilerl.llm_envs.tools import shown_tools
 from agilerl.typing import Act, Evaluation, ReasoningPrompts, TextEnv
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ResetResult: TypeAlias = tuple[ReasoningPrompts, dict[str, Any]]
 StepResult: TypeAlias = tuple[ReasoningPrompts, float, bool, bool, dict[str, Any]]
 """Next prompt, reward, terminated, truncated, info."""
 
@@ -47,9 +50,14 @@ class TokenObservationWrapper:
     observation. ``info["truncation_reason"]`` of a truncated episode is ``"max_turns"``,
     ``"max_model_len"``, or ``"environment"``.
 
+    Where ``reset`` or ``step`` of the environment is ``async``, the methods here wait for it; all
+    are awaited on one event loop, the wrapper's own or that of the vector environment.
+
     Args:
-        env: A text environment: ``reset(seed) -> (str, info)`` (the seed is optional) and
-            ``step(str) -> (str, reward, terminated, truncated, info)``.
+        env: A text environment: ``reset(seed) -> (observation, info)`` (the seed is optional) and
+            ``step(str) -> (observation, reward, terminated, truncated, info)``. An observation is
+            text or a list of messages, such as ``[{"role": "user", "content": "Hi"}]``; those of
+            ``reset`` may begin with a system message and have examples of answers among them.
         tokenizer: The model's tokenizer.
         max_turns: An episode is truncated after this many turns.
         pad_id: Right padding to strip from what is given to ``step``; the first of a trailing run
@@ -65,10 +73,15 @@ class TokenObservationWrapper:
             is trained in the context it was sampled in, so an episode may give several rows.
         system_prompt: First message of every conversation.
         chat_template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
+        tools: Functions with type hints and docstrings in Google's style, or JSON schemas, which
+            the chat template shows to the model.
+        skip_special_tokens: False keeps special tokens in what the environment's ``step`` is given,
+            except the one that ends an answer: for calls of tools that are marked by them.
 
     Raises:
         TypeError: An argument of the wrong type.
-        ValueError: A number out of range; a template that refuses the system prompt.
+        ValueError: A number out of range; a template that refuses the system prompt, or does not
+            show tools; a tool without type hints or docstring.
     """
 
     def __init__(  # noqa: PLR0913 - the public contract
@@ -84,6 +97,8 @@ class TokenObservationWrapper:
         *,
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Callable[..., Any] | Mapping[str, Any]] | None = None,
+        skip_special_tokens: bool = True,
     ) -> None:
         require(
             isinstance(env, TextEnv),
@@ -102,10 +117,17 @@ class TokenObservationWrapper:
         self.max_model_len = max_model_len
         self.max_output_tokens = max_output_tokens
         self.enable_sliding_window = enable_sliding_window
+        FLAG("skip_special_tokens", skip_special_tokens)
+        self.skip_special_tokens = skip_special_tokens
         self._boundary = TurnBoundary(
-            tokenizer, apply_chat_template, system_prompt, chat_template_kwargs
+            tokenizer,
+            apply_chat_template,
+            system_prompt,
+            chat_template_kwargs,
+            shown_tools(env, tools),
         )
-        self._takes_seed = _takes_seed(env)
+        self._event_loop: EventLoopThread | None = None
+        self._takes_seed = takes_seed(env)
         self._tokens: EpisodeTokens | None = None
         self._rewards: list[float] = []
         self._done = True
@@ -115,7 +137,7 @@ class TokenObservationWrapper:
         """The episode after its first prompt, as text; special tokens shown."""
         return "" if self._tokens is None else self._tokens.transcript
 
-    def reset(self, seed: int | None = None) -> tuple[ReasoningPrompts, dict[str, Any]]:
+    def reset(self, seed: int | None = None) -> ResetResult:
         """Start an episode.
 
         Args:
@@ -125,17 +147,24 @@ class TokenObservationWrapper:
             The first prompt and the environment's info.
 
         Raises:
-            TypeError: The environment's ``reset`` returned something else than text and info.
-            ValueError: The first prompt leaves no room for output.
+            TypeError: The environment's ``reset`` returned something else than an observation and
+                info.
+            ValueError: The first prompt leaves no room for output; messages in roles that are not
+                allowed.
         """
-        return self.begin(seed)
+        result: ResetResult = self._waited_for(self.begin(seed))
+        return result
 
-    def begin(self, seed: int | None = None) -> tuple[ReasoningPrompts, dict[str, Any]]:
-        """As :meth:`reset`."""
+    def begin(self, seed: int | None = None) -> ResetResult | Awaitable[ResetResult]:
+        """As :meth:`reset`, but an awaitable where that of the environment is."""
         self._tokens, self._rewards, self._done = None, [], True
         outcome = self.env.reset(seed=seed) if self._takes_seed else self.env.reset()
-        observation, info = _checked_outcome("reset", outcome, ("observation", "info"))
-        text, ids = self._boundary.open(_observed(observation, info))
+        begun: ResetResult | Awaitable[ResetResult] = then(outcome, self._begun)
+        return begun
+
+    def _begun(self, outcome: Any) -> ResetResult:
+        messages, info = reset_outcome(outcome)
+        text, ids = self._boundary.open(messages)
         require(bool(ids), "the first observation gives a prompt without any token")
         require(
             self._fits(len(ids)),
@@ -144,7 +173,7 @@ class TokenObservationWrapper:
             "the observation, or lower max_output_tokens",
         )
         self._tokens, self._done = EpisodeTokens(Segment(ids, text)), False
-        return self._prompt(), dict(info)
+        return self._prompt(), info
 
     def step(self, full_completion_ids: torch.Tensor) -> StepResult:
         """Take the model's answer to the prompt handed out last.
@@ -168,10 +197,11 @@ class TokenObservationWrapper:
         name, prompt = "full_completion_ids", self._prompt()["input_ids"]
         check_completion(name, full_completion_ids, prompt, group_size=1)
         check_answer_length(name, full_completion_ids, prompt, self)
-        return self.answer(full_completion_ids)
+        result: StepResult = self._waited_for(self.answer(full_completion_ids))
+        return result
 
-    def answer(self, full_completion_ids: torch.Tensor) -> StepResult:
-        """As :meth:`step`, of ids that were checked."""
+    def answer(self, full_completion_ids: torch.Tensor) -> StepResult | Awaitable[StepResult]:
+        """As :meth:`step`, of ids that were checked; an awaitable where the environment's is."""
         assert self._tokens is not None
         action = self._without_padding(full_completion_ids[0, self._tokens.length :].tolist())
         text = self.tokenizer.decode(action, clean_up_tokenization_spaces=False)
@@ -180,22 +210,28 @@ class TokenObservationWrapper:
         self._rewards.append(0.0)
         self._done = True
 
-        answer = self.tokenizer.decode(
-            action, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        if self.skip_special_tokens:
+            text = self.tokenizer.decode(
+                action, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        else:
+            text = self._boundary.answer_text(action)
+        played: StepResult | Awaitable[StepResult] = then(
+            self.env.step(text), partial(self._played, action)
         )
-        names = ("observation", "reward", "terminated", "truncated", "info")
-        outcome = _checked_outcome("step", self.env.step(answer), names)
-        observation, reward, terminated, truncated, info = outcome
-        self._rewards[-1] = finite_number(
-            "the environment's step returned the reward", reward, "return one finite number"
-        )
-        terminated, reason = bool(terminated), "environment" if truncated else None
-        observation = _observed(observation, info)
+        return played
+
+    def _played(self, action: list[int], outcome: Any) -> StepResult:
+        assert self._tokens is not None
+        messages, reward, terminated, truncated, info = step_outcome(outcome)
+        self._rewards[-1] = reward
+        reason = "environment" if truncated else None
         if not terminated and reason is None:
-            reason = self._continue(self._tokens, action, observation)
+            reason = self._continue(self._tokens, action, messages)
         self._done = terminated or reason is not None
-        info = dict(info) if reason is None else {**info, "truncation_reason": reason}
-        return self._prompt(), self._rewards[-1], terminated, reason is not None, info
+        if reason is not None:
+            info["truncation_reason"] = reason
+        return self._prompt(), reward, terminated, reason is not None, info
 
     def get_episode_data(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The episode as training rows; R is 1 unless the window slid.
@@ -226,15 +262,30 @@ class TokenObservationWrapper:
 
     def close(self) -> None:
         """Close the environment, if it can be closed."""
-        close = getattr(self.env, "close", None)
-        if callable(close):
-            close()
+        self._waited_for(self.end())
+        if self._event_loop is not None:
+            self._event_loop.stop()
+            self._event_loop = None
 
-    def _continue(self, tokens: EpisodeTokens, action: list[int], observation: str) -> str | None:
+    def end(self) -> Any:
+        """Close the environment; an awaitable where its ``close`` is ``async``."""
+        close = getattr(self.env, "close", None)
+        return close() if callable(close) else None
+
+    def _waited_for(self, value: Any) -> Any:
+        """The value, or the result of an awaitable."""
+        if not inspect.isawaitable(value):
+            return value
+        self._event_loop = self._event_loop or EventLoopThread("environment")
+        return self._event_loop.wait_for(value)
+
+    def _continue(
+        self, tokens: EpisodeTokens, action: list[int], messages: list[Any]
+    ) -> str | None:
         """Append the next observation, or return the reason why the episode is truncated."""
         if len(self._rewards) >= self.max_turns:
             return "max_turns"
-        text, ids = self._boundary.follow(action, observation)
+        text, ids = self._boundary.follow(action, messages)
         if not self._fits(tokens.length + len(ids)):
             if not self.enable_sliding_window:
                 return "max_model_len"
@@ -271,24 +322,3 @@ class TokenObservationWrapper:
         # What ends answers may be the padding's id: after plain text the first one was sampled, if
         # there was room for it.
         return ids[:end] if ended or full else ids[: end + 1]
-
-
-def _takes_seed(env: TextEnv) -> bool:
-    try:
-        parameters = inspect.signature(env.reset).parameters.values()
-    except (TypeError, ValueError):
-        return True  # Some builtins have no signature.
-    return any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _checked_outcome(method: str, outcome: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
-    """What the environment returned, if it has text in front and an info dict at the end."""
-    method = f"the environment's {method}"
-    observation, *rest, info = unpacked(method, outcome, names)
-    InstanceOf(str, "text", optional=False)(f"the observation that {method} returned", observation)
-    InstanceOf(Mapping, "a dict")(f"the info that {method} returned", info)
-    return (observation, *rest, info or {})
-
-
-def _observed(observation: str, info: Mapping[str, Any]) -> str:
-    return f"{info.get('prefix') or ''}{observation}{info.get('suffix') or ''}"

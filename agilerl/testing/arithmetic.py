@@ -31,6 +31,9 @@ def calculator(expression: str) -> int | float:
     Numbers, parentheses and ``+ - * / // % **``; no names and no functions. No number on the way
     may be beyond 1e300, so that nothing takes long.
 
+    Args:
+        expression: The expression.
+
     Raises:
         TypeError: ``expression`` is not text.
         ValueError: It is something else than arithmetic, too long, or has no finite real value.

@@ -50,6 +50,33 @@ PHI = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 
+# Shows tools in the system message, and results of tools in one message of the user, as Qwen does.
+HERMES = (
+    "{% set own = messages[0]['role'] == 'system' %}"
+    "{% if tools %}{{ '<|im_start|>system\\n' + (messages[0]['content'] + '\\n\\n' if own else '') "
+    "+ '# Tools\\n' }}{% for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% elif own %}"
+    "{{ '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'tool' %}"
+    "{% if messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\\n' }}"
+    "{% endif %}{% elif message['role'] != 'system' %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# Shows tools before the last message of the user, and knows two roles that take turns.
+STRICT = (
+    "{% for message in messages %}"
+    "{% if message['role'] != ['user', 'assistant'][loop.index0 % 2] %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if tools and loop.index0 + 2 >= messages | length and message['role'] == 'user' %}"
+    "{{ '[TOOLS]' + (tools | tojson) }}{% endif %}"
+    "{{ '[' + message['role'] + ']' + message['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
 STYLES: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "chatml": (CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>", "<|im_end|>"),
     "llama3": (LLAMA3, ("<|begin|>", "<|header|>", "<|end_header|>", "<|eot|>"), *["<|eot|>"] * 2),
@@ -57,6 +84,8 @@ STYLES: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "gemma": (GEMMA, ("<bos>", "<eos>", "<start>", "<end>"), "<eos>", "<end>"),
     "phi": (PHI, ("<eos>", "<|user|>", "<|assistant|>", "<|end|>"), "<eos>", "<|end|>"),
     "mistral": (MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", "</s>"),
+    "hermes": (HERMES, ("<|im_start|>", "<|im_end|>"), "<|im_end|>", "<|im_end|>"),
+    "strict": (STRICT, ("</s>", "[user]", "[assistant]"), "</s>", "</s>"),
     "reasoning": (REASONING, ("<|im_start|>", "<|im_end|>"), "<|im_end|>", "<|im_end|>"),
 }
 """Template, special tokens, the tokenizer's eos, and what ends a turn."""

@@ -26,6 +26,8 @@ WINDOWS = {
     "gemma": 90,
     "phi": 80,
     "mistral": 50,
+    "hermes": 100,
+    "strict": 50,
     "reasoning": 100,
     None: 50,
 }

@@ -104,6 +104,9 @@ EXPECTED = {
     "phi": "<|user|>\nHi<|end|>\n<|assistant|>\nA<|end|>\n"
     "<|user|>\nmore<|end|>\n<|assistant|>\nB<|end|>",
     "mistral": "<s>[INST]Hi[/INST]A</s>[INST]more[/INST]B</s>",
+    "hermes": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    "A<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nB<|im_end|>",
+    "strict": "[user]Hi</s>[assistant]A</s>[user]more</s>[assistant]B</s>",
     "reasoning": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     "A<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nB<|im_end|>",
 }

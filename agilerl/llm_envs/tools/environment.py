@@ -12,44 +12,31 @@ A reply with a call is answered with its result; a reply without one is the fina
 
 from __future__ import annotations
 
-import inspect
-import json
-import logging
-import random
-import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
-from agilerl.checks import COUNT, InstanceOf, Number, finite_number, require, shorten, warn_once
+from agilerl.checks import COUNT, FLAG, InstanceOf, Number, finite_number, require, shorten
+from agilerl.llm_envs.event_loop import then
 from agilerl.llm_envs.rewards import RewardFunction, RewardPool
-from agilerl.llm_envs.seeds import EVALUATION_SEED_START
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
-
-logger = logging.getLogger(__name__)
-
-Task: TypeAlias = Mapping[str, Any]
-"""A ``question`` (text) and its ``answer``, which only the reward function sees."""
-TaskFunction: TypeAlias = Callable[[int | None], Task]
-"""From a seed (None: any) to a task."""
-Tasks: TypeAlias = Sequence[Task] | TaskFunction
-
-# The closing tag may be missing: generation stops there, or the model was cut off.
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-
-_HOW_TO_CALL = """\
-You can use tools. To call one, write
-<tool_call>{"name": "the tool", "arguments": {"argument": "value"}}</tool_call>
-and wait for its result, which comes as <tool_response>. A reply without a call is your answer."""
+from agilerl.llm_envs.tools.calls import CALL_FORMAT, ParseCalls, calls_in, tagged_calls
+from agilerl.llm_envs.tools.functions import checked_tools, describe_tools, tool_schemas
+from agilerl.llm_envs.tools.tasks import Task, TaskChoice, Tasks
+from agilerl.typing import Observation
 
 
 class ToolEnv:
     """A text environment in which a question is answered with the help of tools.
 
-    Its observations are text; wrap it in ``TokenObservationWrapper`` to train on it. Several calls
-    in one reply are made in order and answered together. If a call fails (unknown tool, broken
-    JSON, exception, timeout), its result is an ``error: ...`` that the model can react to.
+    Wrap it in ``TokenObservationWrapper`` to train on it. Several calls in one reply are made in
+    order and answered together. If a call fails (unknown tool, broken JSON, exception, timeout),
+    its result is an ``error: ...`` that the model can react to.
+
+    Its observations are text, and the tools are described in the first one. With ``native_tools``
+    the chat template shows the tools instead, and results are messages of the role ``tool`` (of the
+    user, in a template without that role).
 
     Reasoning is skipped: calls in it are not made, and the reward function does not see it. A reply
     whose reasoning does not end is an answer without text.
@@ -71,7 +58,8 @@ class ToolEnv:
         call_cost: Subtracted from the reward for every call in a reply, made or not.
         tool_timeout: Seconds that all calls of one reply may take together.
         max_result_characters: Longer results are cut off, with a note.
-        instructions: Text before the question; None: how to call, and the list of tools.
+        instructions: Text before the question; None: how to call, and the list of tools; nothing
+            with ``native_tools``.
         reward_timeout: Seconds that ``reward_fn`` may take.
         failure_retries: Further calls of a ``reward_fn`` that raised or ran out of time. If it
             fails again, so does the episode: see ``on_failure`` of the vector environment.
@@ -82,10 +70,16 @@ class ToolEnv:
         reasoning_start: Tag that begins it; a reply with neither tag has no reasoning. None: the
             prompt ends with the tag, as in some chat templates, so that a reply without
             ``reasoning_end`` is all reasoning.
+        native_tools: The chat template shows the tools to the model, which needs type hints and
+            docstrings in Google's style.
+        parse_calls: Finds the calls in a reply: a list of dicts with ``name`` and ``arguments``,
+            empty for a final answer. What it raises is told to the model. None: calls as in the
+            example above, as the templates of Hermes and Qwen teach them.
 
     Raises:
         TypeError: An argument of the wrong type; a tool that keyword arguments cannot call.
-        ValueError: A number out of range; no tasks or no tools; a task without question or answer.
+        ValueError: A number out of range; no tasks or no tools; a task without question or answer;
+            a native tool without type hints or docstring.
     """
 
     def __init__(  # noqa: PLR0913 - options that belong together
@@ -104,20 +98,34 @@ class ToolEnv:
         test_tasks: Tasks | None = None,
         reasoning_end: str | None = "</think>",
         reasoning_start: str | None = "<think>",
+        native_tools: bool = False,
+        parse_calls: ParseCalls | None = None,
     ) -> None:
-        self._tasks = _checked_tasks("tasks", tasks)
-        self._test_tasks = None if test_tasks is None else _checked_tasks("test_tasks", test_tasks)
+        self._tasks = TaskChoice(tasks, test_tasks)
         _check_tag("reasoning_end", reasoning_end)
         _check_tag("reasoning_start", reasoning_start)
         Number(0, integer=True, optional=True)("max_calls", max_calls)
         COUNT("max_result_characters", max_result_characters)
         self.reasoning_end = reasoning_end
         self.reasoning_start = reasoning_start
-        self.tools = _checked_tools(tools)
+        FLAG("native_tools", native_tools)
+        require(
+            parse_calls is None or callable(parse_calls),
+            f"parse_calls is {shorten(parse_calls)}; it must be a function from a reply to its "
+            "calls, or None",
+            TypeError,
+        )
+        self.tools = checked_tools(tools)
+        self.native_tools = native_tools
+        self.schemas = tool_schemas(self.tools) if native_tools else []
+        """What the chat template shows; empty without ``native_tools``."""
+        self._parse_calls = parse_calls or tagged_calls
         self.max_calls = max_calls
         self.call_cost = finite_number("call_cost is", call_cost, "pass a number such as 0.01")
         self.max_result_characters = max_result_characters
-        self.instructions = describe_tools(tools) if instructions is None else instructions
+        if instructions is None:
+            instructions = "" if native_tools else describe_tools(tools)
+        self.instructions = instructions
         self._executor = TimeoutExecutor(tool_timeout, name="tool", timeout_name="tool_timeout")
         self._rewards = RewardPool(
             reward_fn, reward_timeout, reward_workers=1, failure_retries=failure_retries
@@ -136,11 +144,11 @@ class ToolEnv:
             TypeError: ``tasks`` returned no task.
             ValueError: The task has no question or no answer.
         """
-        self._task, self.calls_made = self._task_for(seed), 0
+        self._task, self.calls_made = self._tasks.of_seed(seed), 0
         question: str = self._task["question"]
         return f"{self.instructions}\n\n{question}" if self.instructions else question, {}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Make the calls in a reply, or score it.
 
         Returns:
@@ -150,15 +158,15 @@ class ToolEnv:
         Raises:
             RewardError: The reward function raised or ran out of time.
             RuntimeError: No episode is running.
-            TypeError: The reward function returned no number.
+            TypeError: The reward function returned no number, ``parse_calls`` no list.
             ValueError: It returned one that is not finite.
         """
         if self._task is None:
             raise RuntimeError("no episode is running; call reset() first")
         reply = self._without_reasoning(action)
-        requests = _CALL.findall(reply)
-        if requests:
-            return self._answer(requests), 0.0 - self.call_cost * len(requests), False, False, {}
+        calls = calls_in(reply, self._parse_calls)
+        if calls:
+            return self._answer(calls), 0.0 - self.call_cost * len(calls), False, False, {}
         task, self._task = self._task, None
         (reward,) = self._rewards.score([reply], [task["answer"]], [task["question"]])
         return "", reward, True, False, {}
@@ -168,21 +176,6 @@ class ToolEnv:
         self._executor.close()
         self._rewards.close()
 
-    def _task_for(self, seed: int | None) -> Task:
-        tasks, index = self._tasks, seed
-        if seed is not None and seed >= EVALUATION_SEED_START:
-            if self._test_tasks is not None:
-                tasks, index = self._test_tasks, seed - EVALUATION_SEED_START
-            elif not callable(tasks):
-                warn_once(
-                    logger,
-                    "Evaluation is on the tasks that are trained on; pass test_tasks=[...] to keep "
-                    "them apart.",
-                )
-        if callable(tasks):
-            return _checked_task(tasks(seed))
-        return random.choice(tasks) if index is None else tasks[index % len(tasks)]
-
     def _without_reasoning(self, action: str) -> str:
         if self.reasoning_end is None:
             return action
@@ -190,42 +183,37 @@ class ToolEnv:
         unended = not end if self.reasoning_start is None else self.reasoning_start in reply
         return "" if unended else reply
 
-    def _answer(self, requests: list[str]) -> str:
+    def _answer(self, calls: list[dict[str, Any]]) -> Observation:
         """The responses to all calls of a reply."""
         deadline = time.monotonic() + self._executor.timeout
-        outcomes = [self._make(request, deadline - time.monotonic()) for request in requests]
-        texts = [_as_result(outcome) for outcome in outcomes]
-        return "\n".join(f"<tool_response>\n{self._cut(t)}\n</tool_response>" for t in texts)
+        outcomes = [self._make(call, deadline - time.monotonic()) for call in calls]
+        texts = [self._cut(_as_result(outcome)) for outcome in outcomes]
+        if not self.native_tools:
+            return "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)
+        return [
+            {"role": "tool", "name": str(call.get("name")), "content": text}
+            for call, text in zip(calls, texts, strict=True)
+        ]
 
-    def _make(self, request: str, seconds: float) -> CallOutcome:
+    def _make(self, call: dict[str, Any], seconds: float) -> CallOutcome:
         """Make one call, or say why it cannot be made."""
         if self.max_calls is not None and self.calls_made >= self.max_calls:
             return _refused(f"all {self.max_calls} calls are used; answer now")
-        call = self._read(request)
-        if isinstance(call, str):
-            return _refused(call)
+        name, arguments = call.get("name"), call.get("arguments", {})
+        if "error" in call or not isinstance(arguments, dict):
+            return _refused(str(call.get("error", CALL_FORMAT)))
+        if not isinstance(name, str) or name not in self.tools:
+            return _refused(f"no tool {name!r}; the tools are {', '.join(self.tools)}")
         if seconds <= 0:
             return _refused("not made, the calls before it took all the time there is")
         self.calls_made += 1
-        (outcome,) = self._executor.run([call], seconds=seconds)
+        made = partial(_call, self.tools[name], arguments)
+        (outcome,) = self._executor.run([made], seconds=seconds)
         if outcome.timed_out:
             return _refused(
                 f"no result, the calls of a reply have {self._executor.timeout:g} s in all"
             )
         return outcome
-
-    def _read(self, request: str) -> Callable[[], Any] | str:
-        """The function call that a request describes, or what is wrong with the request."""
-        try:
-            call = json.loads(request)
-        except (ValueError, RecursionError) as error:
-            return f"not valid JSON: {error}"
-        if not isinstance(call, dict) or not isinstance(call.get("arguments", {}), dict):
-            return 'a call is {"name": ..., "arguments": {...}}'
-        name = call.get("name")
-        if not isinstance(name, str) or name not in self.tools:
-            return f"no tool {name!r}; the tools are {', '.join(self.tools)}"
-        return partial(_as_text, self.tools[name], call.get("arguments", {}))
 
     def _cut(self, text: str) -> str:
         if len(text) <= self.max_result_characters:
@@ -233,25 +221,9 @@ class ToolEnv:
         return f"{text[: self.max_result_characters]}... (cut, {len(text)} characters in all)"
 
 
-def describe_tools(tools: Mapping[str, Callable[..., Any]]) -> str:
-    """Instructions: how to call, and each tool's signature and first docstring paragraph."""
-    lines = [_HOW_TO_CALL, "", "Tools:"]
-    for name, tool in tools.items():
-        signature = _signature(tool)
-        shown = "(...)" if signature is None else str(signature)
-        paragraph = (inspect.getdoc(tool) or "").split("\n\n")[0]
-        lines.append(f"- {name}{shown}: {' '.join(paragraph.split())}".rstrip(": "))
-    return "\n".join(lines)
-
-
-def _as_text(tool: Callable[..., Any], arguments: dict[str, Any]) -> str | Awaitable[str]:
-    """Call a tool and convert its result, both within the time limit."""
-    result = tool(**arguments)
-    return _awaited_text(result) if inspect.isawaitable(result) else str(result)
-
-
-async def _awaited_text(result: Awaitable[Any]) -> str:
-    return str(await result)
+def _call(tool: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call a tool and convert its result to text, both within the time limit."""
+    return then(tool(**arguments), str)
 
 
 def _refused(reason: str) -> CallOutcome:
@@ -264,59 +236,22 @@ def _as_result(outcome: CallOutcome) -> str:
     return f"error: {type(outcome.error).__name__}: {outcome.error}"
 
 
-def _signature(tool: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(tool, eval_str=True)
-    except NameError:  # An annotation that only type checkers can see.
-        return inspect.signature(tool)
-    except (TypeError, ValueError):  # Some builtins have none.
-        return None
-
-
 def _check_tag(name: str, tag: Any) -> None:
     InstanceOf(str, "text")(name, tag)
     require(tag != "", f"{name} is empty; pass a tag such as '</think>', or None")
 
 
-def _checked_tools(tools: Any) -> dict[str, Callable[..., Any]]:
-    InstanceOf(Mapping, "a dict of functions by name", optional=False)("tools", tools)
-    require(len(tools) > 0, "tools is empty; pass at least one, such as {'search': search}")
-    for name, tool in tools.items():
-        require(
-            isinstance(name, str) and callable(tool),
-            f"tools has {name!r}: {shorten(tool)}; pass functions by name",
-            TypeError,
-        )
-        signature = _signature(tool)
-        for parameter in signature.parameters.values() if signature else ():
-            require(
-                parameter.kind is not parameter.POSITIONAL_ONLY,
-                f"tools[{name!r}] takes {parameter.name!r} by position only, but tools are called "
-                f"with keywords; wrap it: def {name}({parameter.name}): ...",
-                TypeError,
-            )
-    return dict(tools)
+def shown_tools(env: Any, tools: Any) -> list[dict[str, Any]]:
+    """The schemas of the tools that a chat template has to show.
 
+    Args:
+        env: If it is a ``ToolEnv`` with ``native_tools``, its tools are taken where none are given.
+        tools: Functions or schemas, or None.
 
-def _checked_tasks(name: str, tasks: Any) -> list[Task] | TaskFunction:
-    if callable(tasks):
-        function: TaskFunction = tasks
-        return function
-    is_list = isinstance(tasks, Iterable) and not isinstance(tasks, str | Mapping)
-    if not is_list:
-        raise TypeError(f"{name} is {shorten(tasks)}; it must be a list of dicts or a function")
-    checked = [_checked_task(task) for task in tasks]
-    require(bool(checked), f"{name} is empty; pass at least one dict with question and answer")
-    return checked
-
-
-def _checked_task(task: Any) -> Task:
-    InstanceOf(Mapping, "a dict with question and answer", optional=False)("a task", task)
-    missing = [key for key in ("question", "answer") if key not in task]
-    if missing:
-        raise ValueError(
-            f"the task {shorten(task)} has no {' and no '.join(missing)}; it must have both"
-        )
-    InstanceOf(str, "text", optional=False)("a task's question", task["question"])
-    checked: Task = task
-    return checked
+    Raises:
+        TypeError: As :func:`tool_schemas`.
+        ValueError: As :func:`tool_schemas`.
+    """
+    if tools is None:
+        return list(env.schemas) if isinstance(env, ToolEnv) else []
+    return tool_schemas(tools)
