@@ -45,6 +45,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+# Data are no matter of the setting.
+NAMES = [name for name in RUNS if name != "streamed"]
+
+
 class Errors(logging.Handler):
     """Keeps the messages of errors."""
 
@@ -62,7 +66,7 @@ def exact(folder: Path) -> None:
         # Accelerate allows one accelerator per program; the process group lives on.
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = create_llm_accelerator(cpu=True, **arguments)
-        for name in RUNS:
+        for name in RUNS if setting == "ddp" else NAMES:
             whole_and_in_parts(folder / f"{setting}_{name}", name, accelerator)
         evolution_in_parts(folder / f"{setting}_evolution", accelerator)
         if setting == "ddp":

@@ -22,6 +22,7 @@ from launched_once import launched_once
 from learn_from_sampler import MISSING, learned
 from processes import kill_launcher
 from torchrun import HERE, torchrun
+from training_runs import sums
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
@@ -170,6 +171,30 @@ def test_a_resumed_run_equals_the_uninterrupted_one(setting: str, name: str, exa
     actor = "actor/adapter_model.safetensors"
     elites = [run.with_name(f"{run.name}_elite") / actor for run in (whole, parts)]
     assert elites[0].read_bytes() == elites[1].read_bytes()
+
+
+def test_a_stream_is_shared_and_resumed_as_a_dataset(exact: Path) -> None:
+    """In a pass every row is asked once; a batch has rows of both processes."""
+    run = exact / "ddp_streamed_whole"
+    assert_same(run, exact / "ddp_streamed_parts")
+    assert [row["steps"] for row in metrics(run)] == ["0", "4", "7", "11", "14"]
+    of_ranks = [result(run, rank) for rank in (0, 1)]
+    assert of_ranks[0]["of_all"] == of_ranks[1]["of_all"]
+    own, stream = asked_by_rank_0(run), sums(7).to_iterable_dataset(num_shards=2)
+    for epoch in (0, 1):
+        shuffled = stream.shuffle(seed=3, buffer_size=3)
+        shuffled.set_epoch(epoch)
+        order = [row["question"] for row in shuffled]
+        assert own[2 * epoch + 1] == order[0:4:2]
+        assert own[2 * epoch + 2] == order[4:7:2]
+
+
+def asked_by_rank_0(run: Path) -> dict[int, list[str]]:
+    """Questions of its samples by iteration."""
+    asked: dict[int, list[str]] = {}
+    for line in map(json.loads, (run / "completions.jsonl").read_text().splitlines()):
+        asked.setdefault(line["iteration"], []).append(line["question"])
+    return asked
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

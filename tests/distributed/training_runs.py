@@ -132,18 +132,29 @@ def make_agent(accelerator: Any, hook: Hook) -> GRPO:
     return agent
 
 
-def reasoning_gym(accelerator: Any) -> ReasoningGym:
+def reasoning_gym(accelerator: Any, train: Any = None) -> ReasoningGym:
     """7 rows over two processes: batches of 4 and 3."""
     return ReasoningGym(
-        train_dataset=sums(7),
+        train_dataset=sums(7) if train is None else train,
         test_dataset=sums(3),
         tokenizer=TOKENIZER,
         reward_fn=even_bytes,
         conversation_template=[{"role": "user", "content": "{question}"}],
         data_batch_size_per_gpu=2,
         reward_workers=1,  # so that the noise comes in the same order
+        max_context_length=100,
         accelerator=accelerator,
     )
+
+
+def streamed(run: Path, accelerator: Any, iterations: int = 4) -> GRPO:
+    """The same number of rows, from a stream with a shuffle buffer."""
+    agent = make_agent(accelerator, nothing)
+    stream = sums(7).to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=3)
+    steps, options = 14 * iterations // 4, _options(run, accelerator)
+    env = reasoning_gym(accelerator, stream)
+    finetune_llm_reasoning([agent], env, max_steps=steps, **options)
+    return agent
 
 
 def reasoning(run: Path, accelerator: Any, iterations: int = 4, hook: Hook = nothing) -> GRPO:
@@ -187,7 +198,9 @@ def multi_turn(run: Path, accelerator: Any, iterations: int = 4, hook: Hook = no
     return agent
 
 
-RUNS: dict[str, Callable[..., GRPO]] = {"reasoning": reasoning, "multi_turn": multi_turn}
+RUNS: dict[str, Callable[..., GRPO]] = {
+    "reasoning": reasoning, "multi_turn": multi_turn, "streamed": streamed
+}  # fmt: skip
 
 
 def _options(run: Path, accelerator: Any) -> dict[str, Any]:
