@@ -93,6 +93,30 @@ def test_reward_list(
     assert sample["rewards"]["letters"] >= sample["rewards"]["right"]
 
 
+@pytest.mark.slow
+def test_countdown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--iterations", "2", "--prompts", "4", "--test-rows", "8", "--warm-up-steps", "2")
+    run_here(EXAMPLES / "countdown.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch)
+    assert re.search(r"^held-out reward, at most 1.1: \d", capsys.readouterr().out, re.MULTILINE)
+    sample = json.loads(
+        (tmp_path / "demo_output/countdown/completions.jsonl").read_text().splitlines()[0]
+    )
+    assert set(sample["rewards"]) == {"equation", "format"}
+    assert re.fullmatch(r"\[\d, \d, \d\] = \d+", sample["question"])
+
+
+def test_countdown_is_scored_by_its_equation() -> None:
+    equation = runpy.run_path(str(EXAMPLES / "countdown.py"))["equation"]
+    task = {"nums": [3, 5, 7], "target": 22}
+    assert equation("<think>3*5</think><answer>3 * 5 + 7</answer>", **task) == 1.0
+    assert equation("<answer>(7+3)*5</answer><answer>7+5*3</answer>", **task) == 1.0
+    for wrong in ("3*5+7", "15+7", "3*5+7=22", "3*5+7+7", "3*(5+7", "3/(5-5)*7", "22"):
+        assert equation(f"<answer>{wrong}</answer>", **task) == 0.0
+    assert equation("3*5+7", **task) == 0.0
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder in which the demonstration ran as a program, and what it printed."""
