@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -10,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from agilerl.checks import InstanceOf, require, shorten
-from agilerl.llm_envs.episode import Episode, mostly_failed
+from agilerl.llm_envs.episode import Episode, failed_episodes
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
 from agilerl.typing import MultiTurnEnv
@@ -53,35 +54,57 @@ class EnvironmentPool:
         # None: not made, or left to a call that may still be running.
         self._envs: list[MultiTurnEnv | None] = []
         self._closing: list[threading.Thread] = []
-        self.failures = 0
-        self.timeouts = 0
 
     def made(self) -> list[int]:
         """Indices of the environments that can be used."""
         return [i for i, env in enumerate(self._envs) if env is not None]
 
-    def episodes(self, seeds: Sequence[int]) -> list[Episode]:
-        """A batch of episodes with these seeds, some of which failed if no environment was made.
+    def begin(
+        self, seeds: Sequence[int], workers: int, retries: int, limit: float
+    ) -> list[Episode]:
+        """Reset an environment for each of these seeds.
+
+        Args:
+            seeds: Of the episodes.
+            workers: Environments that reset at the same time.
+            retries: How often those that failed are tried again, in new environments.
+            limit: How many may fail in the end before the rest is cancelled.
+
+        Returns:
+            A batch of episodes, some of which may have failed.
 
         Raises:
             TypeError: As :meth:`make`.
             ValueError: As :meth:`make`.
         """
-        not_made = self.make(range(len(seeds)))
-        envs = self._envs[: len(seeds)]
-        episodes = [Episode(seed, env) for seed, env in zip(seeds, envs, strict=True)]
-        for i, outcome in not_made.items():
-            episodes[i].take(outcome, Episode.start)
-            self.failures += 1
-            self.timeouts += outcome.timed_out
+        episodes = [Episode(seed) for seed in seeds]
+        waiting = list(range(len(seeds)))
+        for left in range(retries, -1, -1):
+            bound = math.inf if left else limit
+            not_made = self.make(waiting, bound)
+            for i in waiting:
+                episodes[i].env = self._envs[i]
+            for i, outcome in not_made.items():
+                episodes[i].take(outcome, Episode.start)
+            resets = {i: episodes[i].reset() for i in waiting if episodes[i].env is not None}
+            self.call(episodes, resets, Episode.start, workers, limit=bound)
+            waiting = failed_episodes(episodes)
+            if not waiting or not left:
+                break
+            self.drop(waiting)
+            for i in waiting:
+                episodes[i] = Episode(seeds[i])
         return episodes
 
-    def make(self, indices: Sequence[int]) -> dict[int, CallOutcome]:
+    def make(self, indices: Sequence[int], limit: float) -> dict[int, CallOutcome]:
         """Make those of these environments that are missing.
 
+        Args:
+            indices: Of environments.
+            limit: Once more than this could not be made, no more are made.
+
         Returns:
-            The outcome of each that could not be made, by index. Once these are more than half of
-            all, no more are made.
+            The outcome of each that could not be made, by index.
 
         Raises:
             TypeError: ``env_factory`` returned something else than a multi-turn environment.
@@ -99,7 +122,7 @@ class EnvironmentPool:
                         made.append(outcome.value)
                         continue
                     failed[missing[outcome.index]] = outcome
-                    if 2 * len(failed) > len(indices):
+                    if len(failed) > limit:
                         break
             self._check(made)
         except BaseException:
@@ -113,8 +136,10 @@ class EnvironmentPool:
         calls: Mapping[int, Callable[[], Any]],
         method: Callable[[Episode, Any], None],
         workers: int | None = None,
+        *,
+        limit: float,
     ) -> None:
-        """Call environments of a batch, each once, until more than half of its episodes failed.
+        """Call environments of a batch, each once, until too many of its episodes failed.
 
         An environment whose call may still be running afterwards is left to it: it is neither used
         again nor closed.
@@ -124,8 +149,9 @@ class EnvironmentPool:
             calls: What to call, by the index of the episode.
             method: Takes what a call returned: ``Episode.start``, ``advance`` or ``finish``.
             workers: Calls at the same time; None: the executor's.
+            limit: How many of the batch may fail before the rest is cancelled.
         """
-        if mostly_failed(episodes):
+        if len(failed_episodes(episodes)) > limit:
             return
         indices, unfinished = list(calls), set[int]()
         outcomes = self._executor.as_completed(
@@ -134,10 +160,9 @@ class EnvironmentPool:
         try:
             with closing(outcomes):
                 for outcome in outcomes:
-                    failed = episodes[indices[outcome.index]].take(outcome, method)
-                    self.failures += failed
-                    self.timeouts += failed and outcome.timed_out
-                    if failed and mostly_failed(episodes):
+                    episode = episodes[indices[outcome.index]]
+                    episode.take(outcome, method)
+                    if episode.error is not None and len(failed_episodes(episodes)) > limit:
                         return
         finally:
             for number in unfinished:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from agilerl.checks import InstanceOf, finite_number, require, shorten, unpacked
+from agilerl.llm_envs.failures import reason
 from agilerl.llm_envs.seeds import transcript_of
 from agilerl.llm_envs.timeouts import CallOutcome
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
@@ -45,6 +46,8 @@ class Episode:
     truncated: bool = False
     error: BaseException | None = None
     """Why it failed."""
+    timed_out: bool = False
+    """Whether that was a call that ran out of time."""
     info: dict[str, Any] = field(default_factory=dict)
     """What came with the last prompt or reward."""
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(default_factory=_no_rows)
@@ -52,22 +55,17 @@ class Episode:
     """``max_turns`` of the environment."""
     transcript: str = ""
 
-    def take(self, outcome: CallOutcome, method: Callable[[Episode, Any], None]) -> bool:
-        """Give what a call returned to ``start``, ``advance`` or ``finish``, or end the episode.
-
-        Returns:
-            Whether it failed now.
-        """
+    def take(self, outcome: CallOutcome, method: Callable[[Episode, Any], None]) -> None:
+        """Give what a call returned to ``start``, ``advance`` or ``finish``, or end the episode."""
         error = outcome.error
         if error is None:
             try:
                 method(self, outcome.value)
             except (TypeError, ValueError) as wrong_value:
                 error = wrong_value
-        if error is None or self.error is not None:
-            return False
-        self.error, self.truncated, self.prompt = error, False, None
-        return True
+        if error is not None and self.error is None:
+            self.error, self.timed_out = error, outcome.timed_out
+            self.truncated, self.prompt = False, None
 
     def reset(self) -> Callable[[], Any]:
         """The call that resets the environment."""
@@ -162,18 +160,25 @@ class Episode:
             of_turns.append(logps[:count])
         return torch.cat(of_turns)
 
+    @property
+    def failure(self) -> str | None:
+        """Why it failed, and when."""
+        if self.error is None:
+            return None
+        when = f"in turn {self.turns - 1}" if self.turns else "before its first turn"
+        return f"{when}: {reason(self.error)}"
 
-def mostly_failed(episodes: Sequence[Episode]) -> bool:
-    """Whether more than half of a batch failed."""
-    return 2 * sum(episode.error is not None for episode in episodes) > len(episodes)
+
+def failed_episodes(episodes: Sequence[Episode]) -> list[int]:
+    """Indices of those that failed."""
+    return [i for i, episode in enumerate(episodes) if episode.error is not None]
 
 
 def first_failure(episodes: Sequence[Episode]) -> tuple[str, BaseException | None]:
     """The failure of the earliest turn, for a message, and its error."""
-    failed = [(e.turns, i) for i, e in enumerate(episodes) if e.error is not None]
-    turns, i = min(failed)
-    error, when = episodes[i].error, f"in turn {turns - 1}" if turns else "before its first turn"
-    return f"episode {i} (seed {episodes[i].seed}) {when}: {type(error).__name__}: {error}", error
+    i = min(failed_episodes(episodes), key=lambda i: episodes[i].turns)
+    episode = episodes[i]
+    return f"episode {i} (seed {episode.seed}) {episode.failure}", episode.error
 
 
 def check_groups(episodes: Sequence[Episode], size: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from agilerl.llm_envs.episode import Episode
+from agilerl.llm_envs.failures import FailurePolicy
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,10 @@ class Episodes:
     """``(N,)`` bool: cut off by the environment, by ``max_turns``, or because the next prompt would
     not fit ``max_model_len``; ``infos[i]["truncation_reason"]`` says which, if the environment
     does."""
-    failed: torch.Tensor
-    """``(N,)`` bool: ended by an exception or a time-out of the environment."""
+    failures: list[str | None]
+    """Per episode, by what exception or time-out of the environment it ended; None for others."""
+    sample_mask: torch.Tensor
+    """``(N,)`` bool for ``learn``: False for those that are dropped because they failed."""
     infos: list[dict[str, Any]]
     """Per episode the info of its last step, of ``reset`` if there was none; empty where that
     failed."""
@@ -64,6 +67,11 @@ class Episodes:
     """Time in resets and steps."""
 
     @property
+    def failed(self) -> torch.Tensor:
+        """``(N,)`` bool: ended by an exception or a time-out of the environment."""
+        return torch.tensor([reason is not None for reason in self.failures])
+
+    @property
     def returns(self) -> torch.Tensor:
         """``(N,)`` float32: the sum of each episode's rewards."""
         return self.rewards.sum(1)
@@ -72,7 +80,7 @@ class Episodes:
 def stack_episodes(
     episodes: Sequence[Episode],
     max_turns: int | None,
-    error_reward: float,
+    policy: FailurePolicy,
     *,
     generation_seconds: float,
     environment_seconds: float,
@@ -82,7 +90,7 @@ def stack_episodes(
     Args:
         episodes: At least one.
         max_turns: U; None: the largest that an environment plans for.
-        error_reward: Of the turn in which an environment failed.
+        policy: What becomes of those that failed. Their last turn gets its reward.
         generation_seconds: As in the record.
         environment_seconds: As in the record.
     """
@@ -91,7 +99,7 @@ def stack_episodes(
     for row, episode in zip(rewards, episodes, strict=True):
         row[: len(episode.rewards)] = torch.tensor(episode.rewards)
         if episode.error is not None:
-            row[max(episode.turns - 1, 0)] = error_reward
+            row[max(episode.turns - 1, 0)] = policy.reward
     token_ids, action_masks, turn_ids = map(list, zip(*(e.rows for e in episodes), strict=True))
     rows = torch.tensor([len(ids) for ids in token_ids])
     reported = any(logps is not None for e in episodes for logps in e.logps)
@@ -104,7 +112,8 @@ def stack_episodes(
         trajectory_ids=torch.arange(len(episodes)).repeat_interleave(rows),
         turns=torch.tensor([e.turns for e in episodes]),
         truncated=torch.tensor([e.truncated for e in episodes]),
-        failed=torch.tensor([e.error is not None for e in episodes]),
+        failures=[e.failure for e in episodes],
+        sample_mask=torch.tensor([e.error is None or not policy.drops for e in episodes]),
         infos=[e.info for e in episodes],
         first_prompts=[e.first_prompt for e in episodes],
         transcripts=[e.transcript for e in episodes],

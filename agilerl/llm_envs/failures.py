@@ -47,13 +47,17 @@ class FailurePolicy:
         """The reward of what failed, which is to be ignored where that is left out."""
         return 0.0 if isinstance(self.on_failure, str) else self.on_failure
 
+    def limit(self, total: int) -> float:
+        """How many of ``total`` may fail: none if the first one is raised."""
+        return 0.0 if self.on_failure == "raise" else self.max_failure_share * total
+
     def excess(self, failed: int, total: int, what: str) -> str:
-        """Says that more than ``max_failure_share`` of ``total`` failed; empty if not."""
-        if failed <= self.max_failure_share * total:
+        """Says that more of ``total`` failed than may; empty if not."""
+        if failed <= self.limit(total):
             return ""
+        share = f", more than max_failure_share={self.max_failure_share:g}"
         return (
-            f"{failed} of {total} {what} have failed, more than max_failure_share="
-            f"{self.max_failure_share:g}"
+            f"{failed} of {total} {what} have failed{'' if self.on_failure == 'raise' else share}"
         )
 
     @property
@@ -117,5 +121,5 @@ class EvaluationRows:
             self._answers,
             self._completions,
             self._failures,
-            self._policy.max_failure_share * total,
+            self._policy.limit(total),
         )

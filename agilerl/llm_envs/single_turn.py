@@ -203,13 +203,15 @@ class SingleTurnEnvironment:
             The answers that were scored.
 
         Raises:
-            RewardError: More than ``max_failure_share`` failed, in a single process.
+            RewardError: More than ``max_failure_share`` of all processes' answers failed in this
+                one alone; ``agent.test`` counts those of the others too.
             ValueError: There are no test rows.
             Exception: What :meth:`step` raises.
         """
         rows = EvaluationRows(self._rewards.policy, "completions")
         total = 0
         with self.eval_mode():
+            assert self._test is not None
             for _ in range(loop):
                 prompts = self.reset()
                 while prompts:
@@ -224,8 +226,7 @@ class SingleTurnEnvironment:
                             *(self.last_completions[p][g], self.last_failures[p][g]),
                             answers=[self.last_answers[p]],
                         )
-                    # With several processes agent.test decides, by the failures of all.
-                    if self.num_processes == 1 and (excess := rows.excess(total)):
+                    if excess := rows.excess(loop * len(self._test) * group):
                         raise RewardError(excess)
         return rows.result(total)
 

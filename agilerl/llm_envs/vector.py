@@ -6,17 +6,19 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from agilerl.checks import COUNT, OPTIONAL_COUNT, Number, finite_number, require
+from agilerl.checks import COUNT, OPTIONAL_COUNT, Number, require
 from agilerl.llm_envs.completion_checks import check_answer_length, check_completions
 from agilerl.llm_envs.environment_pool import EnvironmentPool
-from agilerl.llm_envs.episode import Episode, check_groups, first_failure, mostly_failed
+from agilerl.llm_envs.episode import Episode, check_groups, failed_episodes, first_failure
 from agilerl.llm_envs.episodes import Episodes, stack_episodes
+from agilerl.llm_envs.failures import EvaluationRows, FailurePolicy, OnFailure
 from agilerl.llm_envs.seeds import EVALUATION_SEED_START, HeldOutCheck
 from agilerl.llm_envs.timeouts import TimeoutExecutor
 from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
@@ -25,7 +27,20 @@ logger = logging.getLogger(__name__)
 
 
 class EnvironmentFailure(RuntimeError):
-    """More than half of a batch's episodes failed; ``__cause__`` is the first error."""
+    """More episodes failed than may; ``__cause__`` is the first error."""
+
+
+@dataclass
+class _Batch:
+    """What the episodes in play are part of."""
+
+    total: int
+    """Episodes that failures are a share of: those in play, or an evaluation's on all processes."""
+    failed_before: int = 0
+    """Of earlier episodes among these."""
+    training: bool = True
+    counted: set[int] = field(default_factory=set)
+    """Episodes in play whose failures are counted."""
 
 
 class SyncMultiTurnVecEnv:
@@ -42,9 +57,9 @@ class SyncMultiTurnVecEnv:
 
     Environments are made when first needed and kept. Each is used by one thread at a time, but not
     always the same. If its ``reset`` or ``step`` raises, times out or returns something wrong, the
-    episode ends with ``error_reward`` and the environment is replaced for the next batch; it is
-    closed in the background, unless the call that timed out is still running. Once more than half
-    of a batch has failed, the rest is cancelled.
+    episode fails and the environment is replaced for the next batch; it is closed in the
+    background, unless the call that timed out is still running. Once too many have failed, the rest
+    is cancelled.
 
     Args:
         env_factory: Makes an environment that follows ``agilerl.typing.MultiTurnEnv``, such as a
@@ -57,12 +72,18 @@ class SyncMultiTurnVecEnv:
             order, so that those that draw from the global ``random`` while stepping are
             reproducible.
         step_timeout: Seconds that making, resetting or stepping one environment may take.
-        error_reward: Reward of the turn in which an environment failed.
         evaluation_episodes: Episodes per :meth:`evaluate`, over all processes.
         process_index: This process, which plays its share of them.
         num_processes: Number of processes.
         reset_workers: Environments that reset at the same time. Many seed and draw from the global
             ``random``, and two at once would interfere; raise it for slow ones that do not.
+        on_failure: What becomes of an episode that failed: ``"drop"`` leaves it out (see
+            ``Episodes.sample_mask``); a number is the reward of its last turn; ``"raise"`` raises
+            :class:`EnvironmentFailure`.
+        max_failure_share: Largest share of a batch, or of an evaluation over all processes, that
+            may fail; above it :class:`EnvironmentFailure` is raised.
+        failure_retries: How often an episode that fails before its first prompt is tried again,
+            with a new environment. A step cannot be.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -79,11 +100,13 @@ class SyncMultiTurnVecEnv:
         max_turns: int | None = None,
         max_workers: int = 16,
         step_timeout: float = 60.0,
-        error_reward: float = 0.0,
         evaluation_episodes: int = 64,
         process_index: int = 0,
         num_processes: int = 1,
         reset_workers: int = 1,
+        on_failure: OnFailure = "drop",
+        max_failure_share: float = 0.5,
+        failure_retries: int = 0,
     ) -> None:
         COUNT("batch_size", batch_size)
         COUNT("group_size", group_size)
@@ -93,7 +116,7 @@ class SyncMultiTurnVecEnv:
         self.batch_size = batch_size
         self.group_size = group_size
         self.max_turns = max_turns
-        self.error_reward = finite_number("error_reward is", error_reward, "pass a finite number")
+        self.policy = FailurePolicy(on_failure, max_failure_share, failure_retries)
         self.evaluation_episodes = evaluation_episodes
         end = EVALUATION_SEED_START + evaluation_episodes
         self._evaluation_seeds = range(EVALUATION_SEED_START + process_index, end, num_processes)
@@ -111,16 +134,11 @@ class SyncMultiTurnVecEnv:
         self._seconds = {"generation_seconds": 0.0, "environment_seconds": 0.0}
         self._handed_out = 0.0
         self._held_out = HeldOutCheck()
-
-    @property
-    def failures(self) -> int:
-        """Episodes so far that ended with an exception or timeout of their environment."""
-        return self._pool.failures
-
-    @property
-    def timeouts(self) -> int:
-        """How many of them ran out of time."""
-        return self._pool.timeouts
+        self._batch = _Batch(0)
+        self.failures = 0
+        """Episodes so far that failed."""
+        self.timeouts = 0
+        """How many of them by a call that ran out of time."""
 
     def reset(self, seeds: Sequence[int]) -> list[ReasoningPrompts]:
         """Begin a batch; one under way is dropped.
@@ -132,7 +150,7 @@ class SyncMultiTurnVecEnv:
             The prompts of all episodes, group by group.
 
         Raises:
-            EnvironmentFailure: More than half of the environments failed.
+            EnvironmentFailure: Too many environments failed.
             TypeError: ``env_factory`` returned something else than a multi-turn environment.
             ValueError: Not ``batch_size`` seeds; episodes of a group began with different prompts;
                 ``env_factory`` returned an environment twice.
@@ -146,7 +164,8 @@ class SyncMultiTurnVecEnv:
         for i, seed in enumerate(seeds):
             Number(0, integer=True)(f"seeds[{i}]", seed)
         self._seconds = dict.fromkeys(self._seconds, 0.0)
-        prompts = self._begin([int(seed) for seed in seeds for _ in range(self.group_size)])
+        every = [int(seed) for seed in seeds for _ in range(self.group_size)]
+        prompts = self._begin(every, _Batch(len(every)))
         episodes, self._episodes = self._episodes, []
         check_groups(episodes, self.group_size)
         self._episodes = episodes
@@ -168,7 +187,7 @@ class SyncMultiTurnVecEnv:
             The prompts of the episodes that are not over, ``[]`` when all are.
 
         Raises:
-            EnvironmentFailure: More than half of the batch's episodes failed.
+            EnvironmentFailure: Too many of the batch's episodes failed.
             RuntimeError: No prompts are waiting: ``reset`` comes first.
             TypeError: Something else than tensors of ids.
             ValueError: Answers that do not belong to the prompts, or longer than ``max_model_len``
@@ -195,10 +214,11 @@ class SyncMultiTurnVecEnv:
         steps = {i: e.act(ids.detach().cpu(), logp) for (i, e), ids, logp in answers}
         # Until the step is done: an interrupted one leaves no batch.
         episodes, self._episodes = self._episodes, []
-        self._pool.call(episodes, steps, partial(Episode.advance, max_turns=self.max_turns))
+        advance, limit = partial(Episode.advance, max_turns=self.max_turns), self._limit()
+        self._pool.call(episodes, steps, advance, limit=limit)
         # Rows are read now: a call that ran out of time may change them later.
         reads = {i: episode.read for i, episode in playing.items() if episode.prompt is None}
-        self._pool.call(episodes, reads, Episode.finish)
+        self._pool.call(episodes, reads, Episode.finish, limit=limit)
         return self._hand_out(episodes, started)
 
     def episodes(self) -> Episodes:
@@ -227,13 +247,21 @@ class SyncMultiTurnVecEnv:
         Args:
             act: As for :meth:`play`. A training batch under way is dropped.
             loop: Times to play the evaluation seeds.
+
+        Returns:
+            The episodes that were played to their end.
+
+        Raises:
+            EnvironmentFailure: Too many failed.
         """
-        played = [self.play_evaluation(act) for _ in range(loop)]
-        return Evaluation(
-            torch.cat([episodes.returns for episodes in played]),
-            [prompt for episodes in played for prompt in episodes.first_prompts],
-            completions=[text for episodes in played for text in episodes.transcripts],
-        )
+        rows = EvaluationRows(self.policy, "episodes")
+        for _ in range(loop):
+            played = self.play_evaluation(act)
+            values, prompts = played.returns.tolist(), played.first_prompts
+            of_episodes = zip(values, prompts, played.transcripts, played.failures, strict=True)
+            for value, prompt, text, failure in of_episodes:
+                rows.add(value, prompt, text, failure)
+        return rows.result(loop * len(self._evaluation_seeds))
 
     def play_evaluation(self, act: Act) -> Episodes:
         """Play the evaluation seeds once each; they are always the same.
@@ -242,15 +270,19 @@ class SyncMultiTurnVecEnv:
 
         Args:
             act: As for :meth:`play`. A training batch under way is dropped.
+
+        Raises:
+            EnvironmentFailure: Too many of them failed, counted over all their batches.
         """
         seeds = self._evaluation_seeds
         count = math.ceil(len(seeds) / (self.batch_size * self.group_size))
-        # Batches of equal size: in one of few episodes, few failures would be more than half.
-        ends = [len(seeds) * i // count for i in range(count + 1)]
+        ends = [len(seeds) * i // count for i in range(count + 1)]  # batches of equal size
         played, first_prompts = list[Episode](), list[ReasoningPrompts]()
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         for start, end in pairwise(ends):
-            prompts = self._begin(seeds[start:end])
+            failed = len(failed_episodes(played))
+            batch = _Batch(self.evaluation_episodes, failed, training=False)
+            prompts = self._begin(seeds[start:end], batch)
             first_prompts += prompts
             self._run_to_end(act, prompts)
             played += self._episodes
@@ -264,19 +296,22 @@ class SyncMultiTurnVecEnv:
 
     def make_environments(self, indices: Sequence[int]) -> None:
         """Make these environments now. One that cannot be made is tried again when needed."""
-        self._pool.make(indices)
+        self._pool.make(indices, self.policy.limit(len(indices)))
 
     def close(self) -> None:
         """Close all environments, within seconds; a later ``reset`` makes new ones."""
         self._episodes = []
         self._pool.close()
 
-    def _begin(self, seeds: Sequence[int]) -> list[ReasoningPrompts]:
-        started, self._episodes = time.perf_counter(), []
-        episodes = self._pool.episodes(seeds)
-        resets = {i: e.reset() for i, e in enumerate(episodes) if e.env is not None}
-        self._pool.call(episodes, resets, Episode.start, self._reset_workers)
+    def _begin(self, seeds: Sequence[int], batch: _Batch) -> list[ReasoningPrompts]:
+        started, self._episodes, self._batch = time.perf_counter(), [], batch
+        retries = self.policy.failure_retries
+        episodes = self._pool.begin(seeds, self._reset_workers, retries, self._limit())
         return self._hand_out(episodes, started)
+
+    def _limit(self) -> float:
+        """How many episodes of the batch may fail."""
+        return self.policy.limit(self._batch.total) - self._batch.failed_before
 
     def _run_to_end(self, act: Act, prompts: list[ReasoningPrompts]) -> None:
         while prompts:
@@ -284,25 +319,29 @@ class SyncMultiTurnVecEnv:
             prompts = self.step(result.completion_ids, result.sampling_logps)
 
     def _hand_out(self, episodes: list[Episode], started: float) -> list[ReasoningPrompts]:
-        failed = [i for i, episode in enumerate(episodes) if episode.error is not None]
+        batch, failed = self._batch, failed_episodes(episodes)
         self._pool.drop(failed)
-        of_all = f"{len(failed)} of {len(episodes)} episodes failed"
-        if mostly_failed(episodes):
+        self.failures += len(failed) - len(batch.counted)
+        self.timeouts += sum(episodes[i].timed_out for i in failed if i not in batch.counted)
+        batch.counted.update(failed)
+        count, total = batch.failed_before + len(failed), batch.total
+        if excess := self.policy.excess(count, total, "episodes"):
             first, error = first_failure(episodes)
             raise EnvironmentFailure(
-                f"{of_all}, more than half of the batch. The first: {first}\n"
+                f"{excess}. The first: {first}\n"
                 "  Fix the environment, or raise step_timeout if it is slow."
             ) from error
         prompts = _prompts(episodes)
-        if failed and not prompts:
-            message = "%s and got error_reward=%s. The first: %s"
-            logger.warning(message, of_all, self.error_reward, first_failure(episodes)[0])
+        if failed and not prompts and batch.training:
+            message = "%d of %d episodes failed and %s. The first: %s"
+            first, _ = first_failure(episodes)
+            logger.warning(message, count, total, self.policy.outcome, first)
         self._episodes, self._handed_out = episodes, time.perf_counter()
         self._seconds["environment_seconds"] += self._handed_out - started
         return prompts
 
     def _stacked(self, episodes: Sequence[Episode]) -> Episodes:
-        return stack_episodes(episodes, self.max_turns, self.error_reward, **self._seconds)
+        return stack_episodes(episodes, self.max_turns, self.policy, **self._seconds)
 
 
 def _prompts(episodes: Sequence[Episode]) -> list[ReasoningPrompts]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
-from agilerl.training.experience import SAMPLES_PER_ITERATION, Experience, Sample
+from agilerl.training.experience import Experience, Sample, samples_to_show
 from agilerl.training.protocols import Agent
 from agilerl.training.rollouts import roll_out
 
@@ -125,6 +125,8 @@ class EpisodeRollout:
         }
         if len(episodes.trajectory_ids) > len(episodes.turns):
             learn_arguments["trajectory_ids"] = episodes.trajectory_ids
+        if not bool(episodes.sample_mask.all()):
+            learn_arguments["sample_mask"] = episodes.sample_mask
         return Experience(
             experiences=(episodes.token_ids, episodes.action_masks, episodes.rewards),
             rewards=episodes.returns.reshape(-1, self._group),
@@ -134,27 +136,31 @@ class EpisodeRollout:
             environment_seconds=episodes.environment_seconds,
             learn_arguments=learn_arguments,
             metrics=_episode_metrics(episodes),
+            sample_mask=episodes.sample_mask.reshape(-1, self._group),
             failed_completions=int(episodes.failed.sum()),
-            samples=_first_episodes(episodes, self._group),
+            samples=_samples(episodes, self._group),
         )
 
 
 def _episode_metrics(episodes: Episodes) -> dict[str, float]:
+    """Means over the episodes that are kept; none of none."""
+    kept = episodes.sample_mask
+    if not bool(kept.any()):
+        return {}
     return {
-        "turns_mean": float(episodes.turns.float().mean()),
-        "truncated_share": float(episodes.truncated.float().mean()),
+        "turns_mean": float(episodes.turns[kept].float().mean()),
+        "truncated_share": float(episodes.truncated[kept].float().mean()),
     }
 
 
-def _first_episodes(episodes: Episodes, group_size: int) -> list[Sample]:
-    """The first episode of the first groups."""
-    firsts = range(0, len(episodes.turns), group_size)
+def _samples(episodes: Episodes, group_size: int) -> list[Sample]:
     return [
         Sample(
             question=episodes.first_prompts[i],
             completion=episodes.transcripts[i],
             answer=None,
-            reward=float(episodes.returns[i]),
+            reward=float(episodes.returns[i]) if episodes.sample_mask[i] else None,
+            failure=episodes.failures[i],
         )
-        for i in list(firsts)[:SAMPLES_PER_ITERATION]
+        for i in samples_to_show(episodes.failures, group_size)
     ]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from agilerl.checks import COUNT
 from agilerl.llm_envs.dataset import TrainingBatchSampler
+from agilerl.llm_envs.failures import OnFailure
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training.environments import fitting_factory, single_turn_environments
 from agilerl.training.logs.sinks import require_trackers
@@ -173,7 +174,9 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     max_workers: int = 16,
     reset_workers: int = 1,
     step_timeout: float = 60.0,
-    error_reward: float = 0.0,
+    on_failure: OnFailure = "drop",
+    max_failure_share: float = 0.5,
+    failure_retries: int = 0,
 ) -> list[AgentT]:
     """Finetune a population on episodes of several turns.
 
@@ -225,9 +228,13 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         reset_workers: Resets at the same time. Many environments seed and draw from the global
             ``random``, and two at once would mix; raise it for slow ones that do not.
         step_timeout: Seconds that one step (or reset) of an environment may take.
-        error_reward: Reward of a turn whose environment raised or ran out of time. The episode ends
-            there and is counted in ``failed_completions``; if more than half of a batch fail, the
-            run ends with ``EnvironmentFailure``.
+        on_failure: What becomes of an episode whose environment raised or ran out of time, which is
+            counted in ``failed_completions``: ``"drop"`` leaves it out of learning, fitness and all
+            figures; a number is the reward of its last turn; ``"raise"`` ends the run.
+        max_failure_share: Largest share of an iteration's episodes (of a process), or of an
+            evaluation's, that may fail; above it the run ends with ``EnvironmentFailure``.
+        failure_retries: How often an episode that fails before its first prompt is tried again,
+            with a new environment. A step cannot be.
 
     Returns:
         ``pop``, trained.
@@ -239,7 +246,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         FileNotFoundError: If ``resume_from`` holds no complete checkpoint.
         TypeError: For an argument of the wrong type, or an environment of the wrong kind.
         NotImplementedError: For arguments that are not supported yet.
-        EnvironmentFailure: If more than half of a batch of episodes failed.
+        EnvironmentFailure: If more episodes failed than may.
         RuntimeError: If another run that has not ended, in any process, uses this directory.
         ImportError: If TensorBoard or W&B is asked for and not installed.
         SystemExit: With code 0, after SIGTERM to any of the processes, when all is saved.
@@ -264,7 +271,9 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
             max_workers=max_workers,
             reset_workers=reset_workers,
             step_timeout=step_timeout,
-            error_reward=error_reward,
+            on_failure=on_failure,
+            max_failure_share=max_failure_share,
+            failure_retries=failure_retries,
             evaluation_episodes=evaluation_episodes,
             process_index=ranks.rank,
             num_processes=ranks.world_size,

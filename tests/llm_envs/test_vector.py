@@ -226,7 +226,7 @@ def test_a_crash_ends_one_episode(caplog: pytest.LogCaptureFixture) -> None:
         made.append(Fails())
         return made[-1]
 
-    env = vec_env(factory, batch_size=3, error_reward=-0.5)
+    env = vec_env(factory, batch_size=3, on_failure=-0.5)
     episodes = env.play(act, [5, 8, 2])
     assert episodes.failed.tolist() == [False, True, False]
     assert episodes.turns.tolist() == [3, 2, 3]
@@ -235,8 +235,11 @@ def test_a_crash_ends_one_episode(caplog: pytest.LogCaptureFixture) -> None:
     assert episodes.turn_ids[1].tolist() == [[-1, 0, -1, 1, 1]]
     assert (env.failures, env.timeouts) == (1, 0)
     (record,) = caplog.records
-    assert "1 of 3 episodes failed and got error_reward=-0.5" in record.message
+    assert "1 of 3 episodes failed and got on_failure=-0.5" in record.message
     assert "episode 1 (seed 8) in turn 1: ConnectionError: the game server" in record.message
+    deadline = time.monotonic() + 10.0
+    while not made[1].closed and time.monotonic() < deadline:
+        time.sleep(0.001)  # it is closed in the background
     assert [game.closed for game in made] == [False, True, False]
     env.play(act, [5, 2, 2])
     assert len(made) == 4
@@ -260,7 +263,7 @@ def test_a_wrong_return_value_ends_one_episode(
         def fail(self) -> Any:
             return outcome(self.prompt())
 
-    episodes = vec_env(Wrong, batch_size=2, error_reward=-1.0).play(act, [5, 8])
+    episodes = vec_env(Wrong, batch_size=2, on_failure=-1.0).play(act, [5, 8])
     assert episodes.failed.tolist() == [False, True]
     assert episodes.rewards.tolist() == [[1, 2, 3], [1, -1, 0]]
     assert re.search(message, caplog.text)
@@ -299,7 +302,7 @@ class ResetFails(Game):
 
 
 def test_a_failing_reset_leaves_a_row_that_trains_nothing() -> None:
-    env = vec_env(ResetFails, batch_size=2, group_size=2, error_reward=-1.0)
+    env = vec_env(ResetFails, batch_size=2, group_size=2, on_failure=-1.0)
     prompts = env.reset([8, 3])
     assert seeds_of(prompts) == [3, 3]
     assert env.step(act(prompts).completion_ids, act(prompts).sampling_logps) == []
@@ -319,7 +322,9 @@ def test_more_than_half_of_a_batch_failing_is_an_error() -> None:
     env = vec_env(Fails, batch_size=3)
     prompts = env.reset([8, 5, 8])
     prompts = env.step(act(prompts).completion_ids)
-    with pytest.raises(EnvironmentFailure, match=r"2 of 3 episodes failed.*seed 8") as caught:
+    with pytest.raises(
+        EnvironmentFailure, match=r"2 of 3 episodes have failed, more than.*=0.5.*seed 8"
+    ) as caught:
         env.step(act(prompts).completion_ids)
     assert isinstance(caught.value.__cause__, ConnectionError)
     with pytest.raises(RuntimeError, match="no prompts are waiting"):
@@ -506,7 +511,7 @@ def test_one_environment_cannot_play_two_episodes() -> None:
         ({"max_workers": 0}, ValueError, "max_workers is .*must be at least 1"),
         ({"reset_workers": 0}, ValueError, "reset_workers is .*must be at least 1"),
         ({"step_timeout": 0}, ValueError, "step_timeout is 0"),
-        ({"error_reward": float("nan")}, ValueError, "error_reward is nan"),
+        ({"on_failure": float("nan")}, ValueError, "on_failure is nan"),
         ({"evaluation_episodes": 0}, ValueError, "evaluation_episodes is .*must be at least 1"),
     ],
 )

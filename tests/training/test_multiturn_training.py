@@ -242,8 +242,8 @@ def test_lengths_that_the_environment_leaves_open_are_the_agents() -> None:
     assert {(env.max_model_len, env.max_output_tokens) for env in made} == {(160, 3)}
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_a_failing_environment_costs_its_episode_and_no_more(hangs: bool) -> None:
+@pytest.mark.parametrize(("hangs", "on_failure"), [(False, "drop"), (False, -1.0), (True, "drop")])
+def test_a_failing_environment_costs_its_episode_and_no_more(hangs: bool, on_failure: Any) -> None:
     release = threading.Event()
     failed: list[int] = []
 
@@ -259,22 +259,38 @@ def test_a_failing_environment_costs_its_episode_and_no_more(hangs: bool) -> Non
 
     agent = make_agent()
     returns: list[float] = []
+    masks: list[Any] = []
     learn = agent.learn
 
     def watched(experiences: Any, **kwargs: Any) -> dict[str, float]:
         returns.append(float(experiences[2].min()))
+        masks.append(kwargs.get("sample_mask"))
         return learn(experiences, **kwargs)
 
     agent.learn = watched  # type: ignore[method-assign]
     rows = finetune(
         [agent],
         env_factory=lambda: make_env(Failing),
-        error_reward=-1.0,
+        on_failure=on_failure,
         step_timeout=3.0 if hangs else 60.0,  # also of the steps that do not hang
     )
     release.set()
     assert [float(row["failed_completions"]) for row in rows[1:]] == [1.0, 0.0, 0.0]
-    assert returns[0] == -1.0 < 0.0 <= returns[1]
+    first, *others = Path("run/completions.jsonl").read_text().splitlines()[:2]
+    (failure,) = [
+        each["failure"] for each in map(json.loads, [first, *others]) if "failure" in each
+    ]
+    assert ("TimeoutError" if hangs else "OSError: the game server is gone") in failure
+    assert masks[1:] == [None, None]
+    if on_failure != "drop":
+        assert returns[0] == -1.0 < 0.0 <= returns[1]
+        assert masks[0] is None
+        return
+    assert masks[0].shape == (8,)
+    assert masks[0].sum() == 7
+    # What is left: three turns each.
+    assert [float(row["turns_mean"]) for row in rows[1:]] == [3.0, 3.0, 3.0]
+    assert float(rows[1]["reward_mean"]) == pytest.approx(agent.scores[0])
 
 
 def test_environments_that_mostly_fail_end_the_run_by_name() -> None:
@@ -284,6 +300,33 @@ def test_environments_that_mostly_fail_end_the_run_by_name() -> None:
 
     with pytest.raises(EnvironmentFailure, match="the game server is gone"):
         finetune([make_agent()], env_factory=lambda: make_env(Gone))
+
+
+def test_a_crash_is_not_reinforced() -> None:
+    """All lose but one, which crashes: with a reward of 0 that is the best of its group."""
+
+    def moved(on_failure: Any) -> bool:
+        crashed: list[int] = []
+
+        class Losing(Echo):
+            def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+                seed = next(seed for seed, answers in self.played if answers is self.answers)
+                if seed < EVALUATION_SEED_START and not crashed:
+                    crashed.append(seed)
+                    raise OSError("the game server is gone")
+                return "lost", -1.0, True, False, {}
+
+        agent = make_agent(beta=0.0)
+        before = {name: p.detach().clone() for name, p in agent.policy.parameters().items()}
+        limits = {"groups_per_iteration": 1, "max_steps": 4, "evaluation_episodes": 1}
+        factory = lambda: make_env(Losing)  # noqa: E731
+        finetune([agent], env_factory=factory, on_failure=on_failure, **limits)
+        assert crashed
+        after = agent.policy.parameters()
+        return any(not torch.equal(after[name], value) for name, value in before.items())
+
+    assert moved(0.0)
+    assert not moved("drop")
 
 
 @pytest.mark.parametrize(
