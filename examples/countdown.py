@@ -47,10 +47,14 @@ REAL = {"group_size": 8, "lr": 2e-5, "max_output_tokens": 1024, "batch_size": 64
 def equation(completion: str, nums: list[int], target: int) -> float:
     """1 if the answer uses exactly the given numbers and equals the target, else 0."""
     answers = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
-    if not answers or sorted(map(int, re.findall(r"\d+", answers[-1]))) != sorted(nums):
+    answer = answers[-1] if answers else ""
+    # 3.5 is not a 3 and a 5, and neither powers nor // are allowed.
+    if not re.fullmatch(r"[\d\s()+*/-]+", answer) or re.search(r"\*\*|//", answer):
+        return 0.0
+    if sorted(map(int, re.findall(r"\d+", answer))) != sorted(nums):
         return 0.0
     try:
-        return float(abs(calculator(answers[-1]) - target) < 1e-6)
+        return float(abs(calculator(answer) - target) < 1e-6)
     except (ValueError, ZeroDivisionError):
         return 0.0
 

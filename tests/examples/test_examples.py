@@ -112,7 +112,17 @@ def test_countdown_is_scored_by_its_equation() -> None:
     task = {"nums": [3, 5, 7], "target": 22}
     assert equation("<think>3*5</think><answer>3 * 5 + 7</answer>", **task) == 1.0
     assert equation("<answer>(7+3)*5</answer><answer>7+5*3</answer>", **task) == 1.0
-    for wrong in ("3*5+7", "15+7", "3*5+7=22", "3*5+7+7", "3*(5+7", "3/(5-5)*7", "22"):
+    for wrong in (
+        "3.5+7",
+        "7%5+3",
+        "3**5//7",
+        "15+7",
+        "3*5+7=22",
+        "3*5+7+7",
+        "3*(5+7",
+        "3/(5-5)*7",
+        "22",
+    ):
         assert equation(f"<answer>{wrong}</answer>", **task) == 0.0
     assert equation("3*5+7", **task) == 0.0
 
