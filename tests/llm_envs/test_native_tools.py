@@ -207,3 +207,30 @@ def test_special_tokens_that_mark_calls_can_be_kept(skip: bool) -> None:
     prompt, _ = wrapper.reset()
     prompt, *_ = wrapper.step(answer(wrapper, prompt, "[user]5"))
     assert prompt["text"].endswith(f"[user]{'' if skip else '[user]'}5</s>[assistant]")
+
+
+def test_calls_read_by_transformers() -> None:
+    tokenizer = chat_tokenizer("hermes")
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "content": {"content": "text"},
+            "tool_calls": {
+                "open": "<tool_call>",
+                "close": "</tool_call>",
+                "content": "json",
+                "repeats": True,
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+    }
+    env = tool_env(
+        parse_calls=lambda reply: tokenizer.parse_response(reply, prefix="").get("tool_calls", [])
+    )
+    env.reset(seed=0)
+    assert env.step(f"I compute. {CALL}")[0] == [
+        {"role": "tool", "name": "calculator", "content": "5"}
+    ]
+    broken = env.step("<tool_call>{broken</tool_call>")[0]
+    assert broken[0]["content"].startswith("error: ValueError: json parser could not parse")
+    assert env.step("5")[1:3] == (1.0, True)

@@ -149,6 +149,17 @@ def test_another_ending_than_the_templates_is_kept_and_the_templates_follows() -
     assert "A<|endoftext|><|im_end|>\n<|im_start|>user\nmore" in text
 
 
+def test_a_template_with_a_space_before_the_end_does_not_end_a_turn_twice() -> None:
+    tokenizer = chat_tokenizer("mistral")
+    tokenizer.chat_template = tokenizer.chat_template.replace("+ '</s>'", "+ ' </s>'")
+    env = TokenObservationWrapper(Script("Hi", "more"), tokenizer, max_turns=4)
+    play(env, ["A", "B"])
+    assert (
+        tokenizer.decode(env.get_episode_data()[0][0])
+        == "<s>[INST]Hi[/INST]A</s>[INST]more[/INST]B</s>"
+    )
+
+
 @pytest.mark.parametrize("style", ["chatml", "llama3", "mistral"])
 def test_system_prompt(style: str) -> None:
     tokenizer = chat_tokenizer(style)

@@ -118,10 +118,14 @@ class TurnBoundary:
             text = self._after_answer(answer, messages)
         else:
             text = self._concatenated(messages)
+        end = ""
+        if answer[-1] in self.special_ids:
+            end = str(self.tokenizer.convert_ids_to_tokens(answer[-1]))
+            # Some templates write a space before the end, which the model did not sample.
+            text = text.lstrip() if text.lstrip().startswith(end) else text
         ids = self._tokenize_inside(text)
-        last = answer[-1]
-        if ids and ids[0] == last and last in self.special_ids:
-            return text.removeprefix(str(self.tokenizer.convert_ids_to_tokens(last))), ids[1:]
+        if end and ids and ids[0] == answer[-1]:
+            return text.removeprefix(end), ids[1:]
         return text, ids
 
     def answer_text(self, answer: Sequence[int]) -> str:

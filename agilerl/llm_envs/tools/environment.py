@@ -191,7 +191,7 @@ class ToolEnv:
         if not self.native_tools:
             return "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)
         return [
-            {"role": "tool", "name": str(call.get("name")), "content": text}
+            {"role": "tool", "name": str(call.get("name", "unknown")), "content": text}
             for call, text in zip(calls, texts, strict=True)
         ]
 
