@@ -34,7 +34,7 @@ def group_relative(
             whose sums are the returns.
         group_size: Members per group.
         norm: ``"mean_std"`` divides by ``std + 1e-8`` (unbiased std), ``"mean_only"`` does not.
-        kept: ``(N,)`` bool: the members that count, all if None; their rewards are finite.
+        kept: ``(N,)`` bool: the members that count; None: all of them.
 
     Returns:
         ``(N,)`` advantages, exactly 0 in a group whose returns are equal up to rounding, in one

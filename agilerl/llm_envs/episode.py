@@ -162,11 +162,15 @@ class Episode:
 
     @property
     def failure(self) -> str | None:
-        """Why it failed, and when."""
+        """When it failed, and why in one line."""
         if self.error is None:
             return None
-        when = f"in turn {self.turns - 1}" if self.turns else "before its first turn"
-        return f"{when}: {reason(self.error)}"
+        return f"{self.stage}: {reason(self.error)}".partition("\n")[0]
+
+    @property
+    def stage(self) -> str:
+        """Where it is, for messages."""
+        return f"in turn {self.turns - 1}" if self.turns else "before its first turn"
 
 
 def failed_episodes(episodes: Sequence[Episode]) -> list[int]:
@@ -178,7 +182,9 @@ def first_failure(episodes: Sequence[Episode]) -> tuple[str, BaseException | Non
     """The failure of the earliest turn, for a message, and its error."""
     i = min(failed_episodes(episodes), key=lambda i: episodes[i].turns)
     episode = episodes[i]
-    return f"episode {i} (seed {episode.seed}) {episode.failure}", episode.error
+    assert episode.error is not None
+    why = reason(episode.error)
+    return f"episode {i} (seed {episode.seed}) {episode.stage}: {why}", episode.error
 
 
 def check_groups(episodes: Sequence[Episode], size: int) -> None:

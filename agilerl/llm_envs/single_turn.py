@@ -177,7 +177,7 @@ class SingleTurnEnvironment:
         self.last_failures, self.last_sample_mask = scored.failures, scored.sample_mask
         if scored.failed and training:
             logger.warning(
-                "%d of %d completions %s. The first: %s",
+                "%d of %d completions failed and %s. The first: %s",
                 *(scored.failed, scored.rewards.numel()),
                 *(self._rewards.policy.outcome, scored.first_failure),
             )

@@ -184,7 +184,8 @@ def test_a_tools_reward_that_fails_drops_the_episode() -> None:
 
     episodes = SyncMultiTurnVecEnv(make, 2).play(answer, [0, 1])
     assert episodes.sample_mask.tolist() == [False, True]
-    assert "judge is down" in str(episodes.failures[0])
+    reason = "RewardError: reward_fn failed with ConnectionError: judge is down"
+    assert episodes.failures[0] == f"in turn 0: {reason}"
     assert episodes.returns.tolist() == [0.0, 1.0]
 
 

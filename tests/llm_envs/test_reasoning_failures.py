@@ -46,7 +46,9 @@ def test_what_was_dropped_is_said_beside_the_rewards(
     assert env.last_rewards["length"].tolist() == [[1.0, 1.0], [2.0, 3.0], [2.0, 1.0]]
     assert math.isnan(env.last_rewards["fails_on_b"][0, 1])
     (record,) = caplog.records  # one for the step
-    assert record.getMessage().startswith(f"2 of 6 completions are left out. The first: {reason}")
+    assert record.getMessage().startswith(
+        f"2 of 6 completions failed and are left out. The first: {reason}"
+    )
     assert "completion: 'b'" in record.getMessage()
 
     env.step(complete(env.reset(), [["a", "a"]] * 3))

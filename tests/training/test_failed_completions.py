@@ -88,7 +88,10 @@ def test_figures_are_of_what_is_left(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert failed["rewards"]["judged"] is None
     assert len(samples) == 4
     (warning,) = caplog.records
-    assert "3 of 12 completions are left out. The first: reward_fn 'judged'" in warning.message
+    assert (
+        "3 of 12 completions failed and are left out. The first: reward_fn 'judged'"
+        in warning.message
+    )
 
 
 def test_nothing_fails(tmp_path: Path) -> None:

@@ -73,11 +73,11 @@ class RewardCall:
         return numbers
 
     def failure(self, error: BaseException, columns: Mapping[str, Sequence[Any]]) -> str:
-        """Why it failed, with the completion, and what to do if that is known."""
-        message = f"{self.reward.label} failed with {reason(error)}\n{shown(columns, self.rows[0])}"
-        if self.reward.batched:
-            message += f"\n  and {len(self.rows) - 1} more in the same call"
-        return message + (_THREAD_HINT if _needs_main_thread(error) else "")
+        """Why it failed, what to do if that is known, and the completion."""
+        hint = _THREAD_HINT if _needs_main_thread(error) else ""
+        more = f"\n  and {len(self.rows) - 1} more in the same call" if self.reward.batched else ""
+        failed = f"{self.reward.label} failed with {reason(error)}{hint}"
+        return f"{failed}\n{shown(columns, self.rows[0])}{more}"
 
 
 def shown(columns: Mapping[str, Sequence[Any]], row: int) -> str:
