@@ -70,7 +70,7 @@ def _check_prompts_fit(env: SingleTurnEnv, agent: Agent) -> None:
     longest, too_long = max(lengths), sum(length >= limit for length in lengths)
     require(
         not too_long,
-        f"The longest prompt of {env.name} has {longest} tokens, template included, but agent "
+        f"Prompts of {env.name} have up to {longest} tokens, template included, but agent "
         f"{agent.index} has max_model_len={limit}, which has to hold the prompt and at least one "
         f"token of its completion: {too_long} of {len(lengths)} prompts are too long. Leave them "
         f"out with a smaller max_context_length of ReasoningGym (at most {limit - 1}), or raise "

@@ -182,6 +182,15 @@ def test_a_column_of_conversations(make: MakeEnv, column: str, listed: bool) -> 
     assert dict(zip(env.questions, found, strict=True)) == expected
 
 
+@pytest.mark.parametrize("form", [None, "torch", "numpy", "pandas", "arrow"])
+def test_formats_of_a_dataset(make: MakeEnv, form: str | None) -> None:
+    rows = Dataset.from_list([{"prompt": [BRIEF, ASK], "level": 3}]).with_format(form)
+    assert make(rows).reset()[0]["text"] == make([{"prompt": [BRIEF, ASK]}]).reset()[0]["text"]
+    assert texts(make(rows, "Level {level}")) == ["Level 3"]
+    as_pandas_reads_it = rows.to_pandas().to_dict("records")
+    assert texts(make(as_pandas_reads_it)) == texts(make(rows))
+
+
 def test_a_template_in_front_of_conversations(make: MakeEnv) -> None:
     env = make([{"prompt": [ASK], "topic": "sums"}], [BRIEF])
     assert texts(env) == ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?"]

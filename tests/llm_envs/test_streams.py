@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -294,3 +297,28 @@ def test_a_state_of_another_stream_is_refused(make: MakeEnv) -> None:
             make(other).load_state_dict(state)
     with pytest.raises(ValueError, match=r"state has the keys \['epoch'\]"):
         env.load_state_dict({"epoch": 1})
+
+
+@pytest.mark.process
+def test_an_open_stream_leaves_the_interpreter_quietly(tmp_path: Path) -> None:
+    """Without being closed, a stream of Parquet files ends in tracebacks."""
+    code = """
+from datasets import Dataset, load_dataset
+from agilerl.llm_envs import ReasoningGym
+from agilerl.testing import byte_tokenizer
+
+Dataset.from_list([{"question": f"{i}?"} for i in range(50)]).to_parquet("rows.parquet")
+stream = load_dataset(
+    "parquet", data_files="rows.parquet", streaming=True, split="train", cache_dir="cache"
+)
+template = [{"role": "user", "content": "{question}"}]
+env = ReasoningGym(
+    stream, None, byte_tokenizer(), lambda completion: 0.0, template, max_context_length=64
+)
+print(len(env.reset()))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "8\n"
+    assert "Exception ignored" not in ended.stderr

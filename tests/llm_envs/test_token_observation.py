@@ -386,6 +386,19 @@ def test_what_else_the_chat_template_takes() -> None:
     assert tokenizer.decode(env.get_episode_data()[0][0]).startswith("calm: <|im_start|>user\nHi")
 
 
+def test_what_the_chat_template_cannot_take(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="chat_template_kwargs has 'tokenize'"):
+        TokenObservationWrapper(
+            Script("Hi"), byte_tokenizer(), 4, chat_template_kwargs={"tokenize": True}
+        )
+    TokenObservationWrapper(
+        *(Script("Hi"), byte_tokenizer(), 4),
+        apply_chat_template=False,
+        chat_template_kwargs={"without_a_template": 1},
+    )
+    assert "chat_template_kwargs ['without_a_template'] have no effect" in caplog.text
+
+
 def test_what_was_sampled_is_kept_when_the_environment_raises() -> None:
     class Broken(Script):
         def step(self, action: str) -> Any:

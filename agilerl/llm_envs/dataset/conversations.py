@@ -7,6 +7,8 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from agilerl.checks import require, shorten, warn_once
 from agilerl.llm.prompts import (
     EXAMPLE_TEMPLATE,
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 CONVERSATION_COLUMNS = ("prompt", "messages")
 """Columns that may hold whole conversations."""
 _SYSTEM_ROLES = ("system", "developer")
+_LISTS = (list, tuple, np.ndarray)  # pandas gives what it reads from Parquet as arrays
 
 
 class ConversationReader:
@@ -148,7 +151,7 @@ class ConversationReader:
 
 def is_conversation(value: Any) -> bool:
     """Whether a value of a column is meant to be a list of messages."""
-    listed = isinstance(value, list | tuple) and bool(value)
+    listed = isinstance(value, _LISTS) and len(value) > 0
     return listed and isinstance(value[0], Mapping) and "role" in value[0]
 
 
@@ -166,12 +169,12 @@ def read_conversation(value: Any, where: str) -> list[dict[str, Any]]:
         ValueError: No messages; a last one of the assistant; a content that is no text.
     """
     require(
-        isinstance(value, list | tuple),
+        isinstance(value, _LISTS),
         f"{where} is {shorten(value)}; it must be a list of messages "
         '{"role": "user", "content": "..."}, as in the first row',
         TypeError,
     )
-    require(bool(value), f"{where} has no messages; drop the row")
+    require(len(value) > 0, f"{where} has no messages; drop the row")
     messages = [_message(each, f"{where}[{number}]") for number, each in enumerate(value)]
     require(
         messages[-1]["role"] != "assistant",
@@ -192,7 +195,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     content = value["content"]
     if content is None and value.get("tool_calls"):
         content = ""
-    if isinstance(content, list | tuple):
+    if isinstance(content, _LISTS):
         content = "".join(_text_part(part, where) for part in content)
     require(
         isinstance(content, str),
@@ -222,8 +225,8 @@ def _shown_value(value: Any, column: str, where: str) -> Any:
     )
     require(
         not is_conversation(value),
-        f"{where}: {column} is a conversation, which {{{column}}} cannot show; pass "
-        "conversation_template=None, or one without placeholders that stands in front of it",
+        f"{where}: {column} is a conversation, which {{{column}}} cannot show; name the column "
+        "'prompt', and pass conversation_template=None or messages to stand in front of it",
     )
     return value
 

@@ -16,6 +16,10 @@ _KINDS = (
 )
 
 
+_TABLE_FORMATS = ("arrow", "pandas", "polars")
+"""Formats in which rows are no dicts; values then come as Python objects."""
+
+
 class Rows(Protocol):
     """Rows that are all there."""
 
@@ -41,7 +45,8 @@ class DatasetRows:
     """
 
     def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
+        tables = dataset.format["type"] in _TABLE_FORMATS
+        self._dataset = dataset.with_format(None) if tables else dataset
 
     @property
     def column_names(self) -> list[str]:
@@ -128,6 +133,6 @@ def read_rows(name: str, dataset: Any) -> Rows:
                 TypeError,
             )
         # Not a set: the order of columns has to be the same in every process.
-        rows = ListRows(dataset, list(dict.fromkeys(key for row in dataset for key in row)))
+        rows = ListRows(list(dataset), list(dict.fromkeys(key for row in dataset for key in row)))
     require(len(rows) > 0, f"{name} has no rows; pass at least one question")
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ class Stream:
 
     def __init__(self, name: str, dataset: IterableDataset) -> None:
         self.name, self._dataset = name, copy.deepcopy(dataset)
+        self._iterations: list[Any] = []
+        # What an iteration has open is gone already when the interpreter ends it at last.
+        weakref.finalize(self, _close, self._iterations)
         self.head = list(itertools.islice(self.rows(0), _HEAD))
         """The first rows."""
         require(bool(self.head), f"{name} has no rows; pass at least one question")
@@ -41,11 +45,18 @@ class Stream:
         """The rows of a pass, from its start or from a state on; ends any other iteration."""
         self._dataset.set_epoch(epoch)
         self._dataset.load_state_dict({} if state is None else dict(state))
-        return iter(self._dataset)
+        rows = iter(self._dataset)
+        self._iterations[:] = [rows]
+        return rows
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration is, as the dataset notes it."""
         return self._dataset.state_dict()
+
+
+def _close(iterations: list[Any]) -> None:
+    for rows in iterations:
+        rows.close()
 
 
 def _has_shuffle_buffer(dataset: IterableDataset) -> bool:
