@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _KINDS = (
-    "a datasets.Dataset (build one with Dataset.from_list([...]), or pass one split of a "
-    "DatasetDict, such as splits['train']) or a list of dicts"
+    "a datasets.Dataset (build one with Dataset.from_list([...]) or Dataset.from_pandas(...), or "
+    "pass one split of a DatasetDict, such as splits['train']) or a list of dicts"
 )
+_STREAM = ", or a stream: IterableDataset.from_generator(...)"
 
 
 _TABLE_FORMATS = ("arrow", "pandas", "polars")
@@ -122,7 +123,8 @@ def read_rows(name: str, dataset: Any) -> Rows:
         )
         require(
             isinstance(dataset, list | tuple),
-            f"{name} is of type {type(dataset).__name__}; it must be {_KINDS}",
+            f"{name} is of type {type(dataset).__name__}; it must be {_KINDS}"
+            f"{_STREAM if name == 'train_dataset' else ''}",
             TypeError,
         )
         for number, row in enumerate(dataset):
