@@ -31,9 +31,19 @@ class EventLoopThread:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name=f"{name}-loop", daemon=True).start()
 
-    def submit(self, awaitable: Awaitable[Any]) -> Future[Any]:
-        """Begin to await on the loop; cancelling the future cancels what is awaited."""
-        return asyncio.run_coroutine_threadsafe(self._wait_for(awaitable), self._loop)
+    def submit(
+        self, awaitable: Awaitable[Any], ended: threading.Event | None = None
+    ) -> Future[Any]:
+        """Begin to await on the loop.
+
+        Args:
+            awaitable: What to await.
+            ended: Set when that has ended, its cleanup after a cancellation included.
+
+        Returns:
+            Its result. Cancelling this cancels what is awaited.
+        """
+        return asyncio.run_coroutine_threadsafe(self._wait_for(awaitable, ended), self._loop)
 
     def wait_for(self, awaitable: Awaitable[Any]) -> Any:
         """Await on the loop, and wait here for the result."""
@@ -53,12 +63,15 @@ class EventLoopThread:
         """Cancel what is awaited, and end the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def _wait_for(self, awaitable: Awaitable[Any]) -> Any:
+    async def _wait_for(self, awaitable: Awaitable[Any], ended: threading.Event | None) -> Any:
         try:
             return await awaitable
         except (SystemExit, KeyboardInterrupt) as exc:
             # asyncio lets these two through, which would end the loop for every other call.
             raise RuntimeError(f"{self._name} raised {exc!r}") from exc
+        finally:
+            if ended is not None:
+                ended.set()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

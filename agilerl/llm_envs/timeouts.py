@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from agilerl.checks import COUNT, Number
@@ -112,7 +112,8 @@ class TimeoutExecutor:
             workers: Calls at the same time; None: the executor's.
             seconds: Timeout of one call; None: the executor's.
             unfinished: Receives the indices of calls that may still be running when this ends:
-                those that timed out, and those under way when it is closed or interrupted.
+                those that timed out (but not coroutines that ended when they were cancelled), and
+                those under way when it is closed or interrupted.
         """
         timeout = self.timeout if seconds is None else seconds
         batch = _Batch(_Call(index, function) for index, function in enumerate(calls))
@@ -144,7 +145,10 @@ class TimeoutExecutor:
         """Abandon an overdue call with its thread and start another worker for the rest."""
         if call.future is not None:
             call.future.cancel()
-            self._replace_stuck_loop()
+            if call.ended.wait(_STUCK_LOOP_SECONDS):
+                batch.abandoned.discard(call.index)
+            else:
+                self._replace_stuck_loop()
         if batch.waiting:
             self._start_worker(batch)
         name = f"{self._timeout_name}=" if timeout == self.timeout else ""
@@ -161,7 +165,7 @@ class TimeoutExecutor:
             try:
                 value = call.function()
                 if inspect.isawaitable(value):
-                    call.future = self._event_loop().submit(value)
+                    call.future = self._event_loop().submit(value, call.ended)
                     value = call.future.result()
             # Whatever user code raises, sys.exit() included, is this call's outcome.
             except BaseException as exc:  # noqa: BLE001
@@ -193,6 +197,8 @@ class _Call:
     """``time.monotonic()`` when a worker took it."""
     future: Future[Any] | None = None
     """What the worker waits for when the function is async."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set when that has ended."""
 
 
 class _Batch:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import threading
 import time
 from typing import Any
@@ -165,13 +167,68 @@ def test_a_step_is_cancelled_at_its_timeout() -> None:
             self.slow = seed == 2
             return super().reset(seed)
 
+        async def close(self) -> None:
+            closed.append(self.slow)
+
+    closed: list[bool] = []
     env = vec_env(Slow, step_timeout=0.3)
     episodes = env.play(act, [1, 2, 3])
     assert episodes.failed.tolist() == [False, True, False]
-    assert cancelled.wait(5)
+    assert cancelled.is_set()
     assert (env.failures, env.timeouts) == (1, 1)
     assert not env.play(act, [1, 1, 1]).failed.any()
     env.close()
+    # Unlike a thread, a coroutine that was cancelled does not run on: it is closed.
+    assert sorted(closed) == [False, False, False, True]
+
+
+def test_one_that_does_not_end_when_it_is_cancelled_is_not_closed() -> None:
+    closed: list[int] = []
+
+    class Stubborn(Local):
+        async def step(self, action: str) -> Any:  # type: ignore[override]
+            while self.seed == 2 and not released.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.01)
+            return super().step(action)
+
+        def reset(self, seed: int | None = None) -> Any:
+            self.seed = seed
+            return super().reset(seed)
+
+        def close(self) -> None:
+            closed.append(self.seed)
+
+    released = threading.Event()
+    env = vec_env(Stubborn, step_timeout=0.3)
+    assert env.play(act, [1, 2, 3]).failed.tolist() == [False, True, False]
+    env.close()
+    released.set()
+    assert sorted(closed) == [1, 3]
+
+
+def test_an_interrupt_while_waiting_cancels() -> None:
+    """Ctrl-C in a notebook."""
+    cancelled = threading.Event()
+
+    class Slow(Local):
+        async def step(self, action: str) -> Any:  # type: ignore[override]
+            ident = threading.main_thread().ident
+            assert ident is not None
+            signal.pthread_kill(ident, signal.SIGINT)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cancelled.set()
+
+    wrapper = TokenObservationWrapper(Slow(), TOKENIZER, 4)
+    prompt, _ = wrapper.reset(seed=1)
+    with pytest.raises(KeyboardInterrupt):
+        wrapper.step(act([prompt]).completion_ids[0])
+    assert cancelled.wait(5)
+    with pytest.raises(RuntimeError, match="call reset"):
+        wrapper.step(act([prompt]).completion_ids[0])
+    wrapper.close()
 
 
 def test_a_coroutine_that_blocks_its_loop_costs_its_own_episode() -> None:
