@@ -264,3 +264,24 @@ def test_a_row_without_any_reward_leaves_the_batch_waiting(
     with pytest.raises(ValueError, match=r"(?s)no reward applies.*a longer question"):
         scored(env, complete)
     assert env.questions == questions
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"question": "q"}, "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"),
+        ({"question": "q", "prompt": "own"}, "own"),
+    ],
+)
+def test_a_function_written_for_trl(row: dict[str, str], expected: str, complete: Complete) -> None:
+    seen = []
+
+    @batched_reward
+    def length(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        seen.extend(prompts)
+        return [float(len(completion)) for completion in completions]
+
+    template = [{"role": "user", "content": "{question}"}]
+    env = ReasoningGym([row], None, byte_tokenizer(), length, template)
+    assert env.step(complete(env.reset(), [["a", "bb"]]))[1].tolist() == [[1.0, 2.0]]
+    assert seen == [expected] * 2

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 OF_COMPLETIONS = ("completion", "completion_ids", "finish_reason")
 """Columns that do not come from the dataset, whatever columns that has."""
-OFFERED = ("completion", "answer", "question", "completion_ids", "finish_reason", "info")
+OFFERED = ("completion", "answer", "question", "prompt", "completion_ids", "finish_reason", "info")
 """Columns that there are with any dataset."""
 
 
@@ -114,9 +114,14 @@ def reward_columns(
         {name: values[row] for name, values in batch.columns.items()}
         for row in range(len(batch.questions))
     ]
+    prompts = [prompt["text"] for prompt in batch.prompts]
     of_prompts: Mapping[str, Sequence[Any]] = {
-        "info": info, **batch.columns, "question": batch.questions, "answer": batch.answers
-    }  # fmt: skip
+        "info": info,
+        "prompt": prompts,
+        **batch.columns,
+        "question": batch.questions,
+        "answer": batch.answers,
+    }
     each = [completion for texts in completions for completion in texts]
     return {
         **{name: _repeated(values, group) for name, values in of_prompts.items()},
