@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -156,6 +157,22 @@ def test_an_evaluation_is_over_what_was_played(caplog: pytest.LogCaptureFixture)
             evaluation_env([0, 1, 2, 3, 4, 5], on_failure=on_failure).evaluate(act)
     with pytest.raises(EnvironmentFailure, match=r"1 of 6 episodes have failed\."):
         evaluation_env([5], on_failure="raise").evaluate(act)
+
+
+def test_an_evaluation_that_mostly_fails_is_cancelled_over_its_batches() -> None:
+    steps = []
+
+    class Gone(Game):
+        def step(self, full_completion_ids: torch.Tensor) -> Any:
+            steps.append(self.seed)
+            if len(steps) > 20:
+                time.sleep(0.05)
+            raise ConnectionError("the game server is gone")
+
+    env = SyncMultiTurnVecEnv(Gone, 20, evaluation_episodes=40, max_workers=1)
+    with pytest.raises(EnvironmentFailure, match="21 of 40 episodes"):
+        env.evaluate(act)
+    assert 21 <= len(steps) < 30  # some may have begun when the next one failed
 
 
 def test_a_process_of_which_nothing_is_left_does_not_decide_alone() -> None:
