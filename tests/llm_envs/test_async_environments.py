@@ -171,7 +171,7 @@ def test_a_step_is_cancelled_at_its_timeout() -> None:
             closed.append(self.slow)
 
     closed: list[bool] = []
-    env = vec_env(Slow, step_timeout=0.3)
+    env = vec_env(Slow, step_timeout=1.5)
     episodes = env.play(act, [1, 2, 3])
     assert episodes.failed.tolist() == [False, True, False]
     assert cancelled.is_set()
@@ -200,7 +200,7 @@ def test_one_that_does_not_end_when_it_is_cancelled_is_not_closed() -> None:
             closed.append(self.seed)
 
     released = threading.Event()
-    env = vec_env(Stubborn, step_timeout=0.3)
+    env = vec_env(Stubborn, step_timeout=1.5)
     assert env.play(act, [1, 2, 3]).failed.tolist() == [False, True, False]
     env.close()
     released.set()
@@ -215,8 +215,9 @@ def test_an_interrupt_while_waiting_cancels() -> None:
         async def step(self, action: str) -> Any:  # type: ignore[override]
             ident = threading.main_thread().ident
             assert ident is not None
-            signal.pthread_kill(ident, signal.SIGINT)
             try:
+                await asyncio.sleep(0.5)  # the main thread waits by now
+                signal.pthread_kill(ident, signal.SIGINT)
                 await asyncio.sleep(60)
             finally:
                 cancelled.set()
@@ -244,7 +245,7 @@ def test_a_coroutine_that_blocks_its_loop_costs_its_own_episode() -> None:
             self.blocks = seed == 2
             return super().reset(seed)
 
-    env = vec_env(Blocks, step_timeout=0.3, max_workers=1)
+    env = vec_env(Blocks, step_timeout=1.5, max_workers=1)
     assert env.play(act, [1, 2, 3]).failed.tolist() == [False, True, False]
     release.set()
     env.close()
