@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from agilerl.checks import InstanceOf, require, shorten
-from agilerl.llm_envs.episode import Episode, failed_episodes
+from agilerl.llm_envs.episode import Episode
+from agilerl.llm_envs.episode_failures import failed_episodes
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
 from agilerl.typing import MultiTurnEnv

@@ -173,20 +173,6 @@ class Episode:
         return f"in turn {self.turns - 1}" if self.turns else "before its first turn"
 
 
-def failed_episodes(episodes: Sequence[Episode]) -> list[int]:
-    """Indices of those that failed."""
-    return [i for i, episode in enumerate(episodes) if episode.error is not None]
-
-
-def first_failure(episodes: Sequence[Episode]) -> tuple[str, BaseException | None]:
-    """The failure of the earliest turn, for a message, and its error."""
-    i = min(failed_episodes(episodes), key=lambda i: episodes[i].turns)
-    episode = episodes[i]
-    assert episode.error is not None
-    why = reason(episode.error)
-    return f"episode {i} (seed {episode.seed}) {episode.stage}: {why}", episode.error
-
-
 def check_groups(episodes: Sequence[Episode], size: int) -> None:
     """Check that all episodes of a group begin with the same prompt.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,31 +14,13 @@ import torch
 from agilerl.checks import COUNT, OPTIONAL_COUNT, Number, require
 from agilerl.llm_envs.completion_checks import check_answer_length, check_completions
 from agilerl.llm_envs.environment_pool import EnvironmentPool
-from agilerl.llm_envs.episode import Episode, check_groups, failed_episodes, first_failure
+from agilerl.llm_envs.episode import Episode, check_groups
+from agilerl.llm_envs.episode_failures import BatchFailures, failed_episodes
 from agilerl.llm_envs.episodes import Episodes, stack_episodes
 from agilerl.llm_envs.failures import EvaluationRows, FailurePolicy, OnFailure
 from agilerl.llm_envs.seeds import EVALUATION_SEED_START, HeldOutCheck
 from agilerl.llm_envs.timeouts import TimeoutExecutor
 from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
-
-logger = logging.getLogger(__name__)
-
-
-class EnvironmentFailure(RuntimeError):
-    """More episodes failed than may; ``__cause__`` is the first error."""
-
-
-@dataclass
-class _Batch:
-    """What the episodes in play are part of."""
-
-    total: int
-    """Episodes that failures are a share of: those in play, or an evaluation's on all processes."""
-    failed_before: int = 0
-    """Of earlier episodes among these."""
-    training: bool = True
-    counted: set[int] = field(default_factory=set)
-    """Episodes in play whose failures are counted."""
 
 
 class SyncMultiTurnVecEnv:
@@ -134,7 +114,7 @@ class SyncMultiTurnVecEnv:
         self._seconds = {"generation_seconds": 0.0, "environment_seconds": 0.0}
         self._handed_out = 0.0
         self._held_out = HeldOutCheck()
-        self._batch = _Batch(0)
+        self._failures = BatchFailures(self.policy, 0)
         self.failures = 0
         """Episodes so far that failed."""
         self.timeouts = 0
@@ -165,7 +145,7 @@ class SyncMultiTurnVecEnv:
             Number(0, integer=True)(f"seeds[{i}]", seed)
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         every = [int(seed) for seed in seeds for _ in range(self.group_size)]
-        prompts = self._begin(every, _Batch(len(every)))
+        prompts = self._begin(every, BatchFailures(self.policy, len(every)))
         episodes, self._episodes = self._episodes, []
         check_groups(episodes, self.group_size)
         self._episodes = episodes
@@ -214,7 +194,7 @@ class SyncMultiTurnVecEnv:
         steps = {i: e.act(ids.detach().cpu(), logp) for (i, e), ids, logp in answers}
         # Until the step is done: an interrupted one leaves no batch.
         episodes, self._episodes = self._episodes, []
-        advance, limit = partial(Episode.advance, max_turns=self.max_turns), self._limit()
+        advance, limit = partial(Episode.advance, max_turns=self.max_turns), self._failures.limit
         self._pool.call(episodes, steps, advance, limit=limit)
         # Rows are read now: a call that ran out of time may change them later.
         reads = {i: episode.read for i, episode in playing.items() if episode.prompt is None}
@@ -281,8 +261,8 @@ class SyncMultiTurnVecEnv:
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         for start, end in pairwise(ends):
             failed = len(failed_episodes(played))
-            batch = _Batch(self.evaluation_episodes, failed, training=False)
-            prompts = self._begin(seeds[start:end], batch)
+            failures = BatchFailures(self.policy, self.evaluation_episodes, failed, training=False)
+            prompts = self._begin(seeds[start:end], failures)
             first_prompts += prompts
             self._run_to_end(act, prompts)
             played += self._episodes
@@ -303,15 +283,11 @@ class SyncMultiTurnVecEnv:
         self._episodes = []
         self._pool.close()
 
-    def _begin(self, seeds: Sequence[int], batch: _Batch) -> list[ReasoningPrompts]:
-        started, self._episodes, self._batch = time.perf_counter(), [], batch
+    def _begin(self, seeds: Sequence[int], failures: BatchFailures) -> list[ReasoningPrompts]:
+        started, self._episodes, self._failures = time.perf_counter(), [], failures
         retries = self.policy.failure_retries
-        episodes = self._pool.begin(seeds, self._reset_workers, retries, self._limit())
+        episodes = self._pool.begin(seeds, self._reset_workers, retries, failures.limit)
         return self._hand_out(episodes, started)
-
-    def _limit(self) -> float:
-        """How many episodes of the batch may fail."""
-        return self.policy.limit(self._batch.total) - self._batch.failed_before
 
     def _run_to_end(self, act: Act, prompts: list[ReasoningPrompts]) -> None:
         while prompts:
@@ -319,23 +295,14 @@ class SyncMultiTurnVecEnv:
             prompts = self.step(result.completion_ids, result.sampling_logps)
 
     def _hand_out(self, episodes: list[Episode], started: float) -> list[ReasoningPrompts]:
-        batch, failed = self._batch, failed_episodes(episodes)
-        self._pool.drop(failed)
-        self.failures += len(failed) - len(batch.counted)
-        self.timeouts += sum(episodes[i].timed_out for i in failed if i not in batch.counted)
-        batch.counted.update(failed)
-        count, total = batch.failed_before + len(failed), batch.total
-        if excess := self.policy.excess(count, total, "episodes"):
-            first, error = first_failure(episodes)
-            raise EnvironmentFailure(
-                f"{excess}. The first: {first}\n"
-                "  Fix the environment, or raise step_timeout if it is slow."
-            ) from error
+        self._pool.drop(failed_episodes(episodes))
+        failures, timeouts = self._failures.count(episodes)
+        self.failures += failures
+        self.timeouts += timeouts
+        self._failures.check(episodes)
         prompts = _prompts(episodes)
-        if failed and not prompts and batch.training:
-            message = "%d of %d episodes failed and %s. The first: %s"
-            first, _ = first_failure(episodes)
-            logger.warning(message, count, total, self.policy.outcome, first)
+        if not prompts:
+            self._failures.tell(episodes)
         self._episodes, self._handed_out = episodes, time.perf_counter()
         self._seconds["environment_seconds"] += self._handed_out - started
         return prompts

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from agilerl.algorithms import CISPO, GRPO, GSPO
-from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper
+from agilerl.llm_envs import EnvironmentFailure, SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.llm_envs.seeds import EVALUATION_SEED_START
-from agilerl.llm_envs.vector import EnvironmentFailure
 from agilerl.testing import byte_tokenizer, tiny_model
 from agilerl.training.train_llm import finetune_llm_multiturn
 

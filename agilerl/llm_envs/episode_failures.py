@@ -1,0 +1,77 @@
+"""Failures among the episodes of a batch: counted, bounded and told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agilerl.llm_envs.episode import Episode
+from agilerl.llm_envs.failures import FailurePolicy, reason
+
+logger = logging.getLogger(__name__)
+
+
+class EnvironmentFailure(RuntimeError):
+    """More episodes failed than may; ``__cause__`` is the first error."""
+
+
+@dataclass
+class BatchFailures:
+    """The failures of a batch, which may be part of an evaluation."""
+
+    policy: FailurePolicy
+    total: int
+    """Episodes that failures are a share of: those in play, or an evaluation's on all processes."""
+    failed_before: int = 0
+    """Of earlier episodes among these."""
+    training: bool = True
+    counted: set[int] = field(default_factory=set)
+    """Episodes in play whose failures are counted."""
+
+    @property
+    def limit(self) -> float:
+        """How many of the episodes in play may fail."""
+        return self.policy.limit(self.total) - self.failed_before
+
+    def count(self, episodes: Sequence[Episode]) -> tuple[int, int]:
+        """Episodes that failed since the last count, and how many of them ran out of time."""
+        new = [i for i in failed_episodes(episodes) if i not in self.counted]
+        self.counted.update(new)
+        return len(new), sum(episodes[i].timed_out for i in new)
+
+    def check(self, episodes: Sequence[Episode]) -> None:
+        """Refuse to go on where too many have failed.
+
+        Raises:
+            EnvironmentFailure: Naming the first failure.
+        """
+        failed = self.failed_before + len(failed_episodes(episodes))
+        if excess := self.policy.excess(failed, self.total, "episodes"):
+            first, error = first_failure(episodes)
+            raise EnvironmentFailure(
+                f"{excess}. The first: {first}\n"
+                "  Fix the environment, or raise step_timeout if it is slow."
+            ) from error
+
+    def tell(self, episodes: Sequence[Episode]) -> None:
+        """Log the failures of a training batch that is over."""
+        failed = len(failed_episodes(episodes))
+        if failed and self.training:
+            message = "%d of %d episodes failed and %s. The first: %s"
+            first, _ = first_failure(episodes)
+            logger.warning(message, failed, self.total, self.policy.outcome, first)
+
+
+def failed_episodes(episodes: Sequence[Episode]) -> list[int]:
+    """Indices of those that failed."""
+    return [i for i, episode in enumerate(episodes) if episode.error is not None]
+
+
+def first_failure(episodes: Sequence[Episode]) -> tuple[str, BaseException | None]:
+    """The failure of the earliest turn, for a message, and its error."""
+    i = min(failed_episodes(episodes), key=lambda i: episodes[i].turns)
+    episode = episodes[i]
+    assert episode.error is not None
+    why = reason(episode.error)
+    return f"episode {i} (seed {episode.seed}) {episode.stage}: {why}", episode.error
