@@ -112,10 +112,6 @@ class TrainingLoop:
                 signal_name = self._stop_requested(stop)  # it may have come meanwhile
             if signal_name is not None:
                 self.saver.save_after_stop(signal_name, self.iteration, evaluated)
-            # After the save: a resumed run must not find this entry.
-            for member in self.population:
-                if member.agent.steps[-1:] != [member.steps]:
-                    member.agent.steps.append(member.steps)
         return signal_name
 
     def state_dict(self, in_iteration: bool = False) -> dict[str, Any]:
@@ -206,6 +202,7 @@ class TrainingLoop:
         metrics = agent.learn(experience.experiences, **experience.learn_arguments)
         learning_seconds = time.perf_counter() - started
         member.consumed += experience.steps
+        agent.total_steps = member.steps
         rewards = experience.kept_rewards
         if len(rewards):
             agent.scores.append(float(rewards.mean()))
@@ -270,7 +267,7 @@ class TrainingLoop:
         self.log.write_rows(rows, consumed, self.population.best)
 
     def _at_bound(self) -> bool:
-        """Whether time is up, or an agent at ``max_steps``, or a collector at ``num_epochs``."""
+        """Whether time is up, or an agent at ``max_steps``, or the data at ``num_epochs``."""
         steps, epochs = self.options.max_steps, self.options.num_epochs
         seconds = self.options.max_wall_seconds
         if seconds is not None:
@@ -279,7 +276,7 @@ class TrainingLoop:
                 return True
         return any(
             (steps is not None and member.consumed >= steps)
-            or (epochs is not None and member.epochs >= epochs)
+            or (epochs is not None and self.population.passes(member) >= epochs)
             for member in self.population
         )
 

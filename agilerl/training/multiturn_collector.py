@@ -36,6 +36,10 @@ class MultiTurnCollector:
         """Completed passes over the training seeds."""
         return self.order.epoch
 
+    @property
+    def training_prompts(self) -> None:
+        """None: steps are turns, and :attr:`order` begins with the run."""
+
     def collect(self, agent: Agent) -> Experience:
         """Play the next seeds, ``agent.group_size`` episodes each.
 

@@ -26,6 +26,7 @@ _RULES: dict[str, Callable[[str, Any], None]] = {
     "max_steps": OPTIONAL_COUNT,
     "num_epochs": OPTIONAL_COUNT,
     "max_wall_seconds": Number(0, open_low=True, optional=True),
+    "exit_code_on_sigterm": Number(0, 255, integer=True),
     "evaluation_interval": COUNT,
     "evo_steps": OPTIONAL_COUNT,
     "tournament": InstanceOf(Selection, "a selection such as agilerl.hpo.TournamentSelection"),
@@ -53,6 +54,8 @@ _TRACKER_OPTIONS = {
 class TrainingOptions:
     """The options that both training functions have, checked when the record is made.
 
+    Without ``max_steps``, ``num_epochs`` and ``max_wall_seconds``, ``num_epochs`` is 1.
+
     A leading ``~`` of a path is the home directory.
 
     Raises:
@@ -63,6 +66,7 @@ class TrainingOptions:
     max_steps: int | None = None
     num_epochs: int | None = None
     max_wall_seconds: float | None = None
+    exit_code_on_sigterm: int = 143
     evaluation_interval: int = 10
     checkpoint_steps: int | None = None
     checkpoint_path: str | Path | None = None
@@ -83,13 +87,10 @@ class TrainingOptions:
     evo_steps: int | None = None
 
     def __post_init__(self) -> None:
-        require(
-            self.max_steps is not None or self.num_epochs is not None,
-            "max_steps and num_epochs are both None, which makes an endless run: set max_steps "
-            "(per agent), num_epochs (passes over the training data) or both.",
-        )
         for name, rule in _RULES.items():
             rule(name, vars(self)[name])
+        if self.max_steps is None and self.num_epochs is None and self.max_wall_seconds is None:
+            object.__setattr__(self, "num_epochs", 1)
         key = self.wandb_api_key
         require(  # the value is a secret: name the type only
             key is None or isinstance(key, str),

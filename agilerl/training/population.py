@@ -43,7 +43,7 @@ class Member:
 
     @property
     def epochs(self) -> int:
-        """Passes over the data in this run."""
+        """Passes over the data that were completed in this run, the first one begun before it."""
         return self.collector.num_epochs - self.start_epochs
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Population:
             Member(
                 agent=agent,
                 collector=collector,
-                start_steps=agent.steps[-1] if agent.steps else 0,
+                start_steps=agent.total_steps,
                 start_epochs=collector.num_epochs,
             )
             for agent, collector in zip(agents, collectors, strict=True)
@@ -137,6 +137,18 @@ class Population:
         """The member with the highest fitness in the last evaluation."""
         return max(self, key=lambda member: member.agent.fitness[-1])
 
+    def passes(self, member: Member) -> int:
+        """Whole passes over a member's training data in this run.
+
+        Prompts are counted where it is known how many there are, because a run may begin in the
+        middle of a pass. The members that share a collector make its passes together.
+        """
+        prompts = member.collector.training_prompts
+        if prompts is None:
+            return member.epochs
+        sharing = (each for each in self if each.collector is member.collector)
+        return sum(each.consumed for each in sharing) // prompts
+
     def replace(self, member: Member, agent: Agent, parent: Member, iteration: int) -> Agent:
         """Replace a member's agent; its collector and its count of steps stay.
 
@@ -163,6 +175,7 @@ class Population:
             f"with index={old.index}",
         )
         self.agents[self.members.index(member)] = agent
+        agent.total_steps = member.steps
         member.agent, member.flat_iterations = agent, 0
         member.lineage = (*parent.lineage, Parent(parent.agent.index, iteration))
         return old

@@ -49,6 +49,7 @@ class Agent(Protocol):
     fitness: list[float]
     scores: list[float]
     steps: list[int]
+    total_steps: int
     last_checkpoint: str | None
     group_size: int
 
@@ -168,6 +169,13 @@ class Collector(Protocol):
     @property
     def num_epochs(self) -> int:
         """Completed passes over the training data."""
+
+    @property
+    def training_prompts(self) -> int | None:
+        """Prompts of one pass, where these are what is counted as steps and their number is known.
+
+        Otherwise None.
+        """
 
     @property
     def evaluates(self) -> bool:

@@ -23,6 +23,7 @@ SHARED_OPTIONS = (
     "max_steps",
     "num_epochs",
     "max_wall_seconds",
+    "exit_code_on_sigterm",
     "evaluation_interval",
     "checkpoint_steps",
     "checkpoint_path",

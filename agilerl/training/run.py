@@ -58,8 +58,8 @@ def run_training(
         ranks: The processes that train together; rank 0 writes.
 
     Raises:
-        SystemExit: With code 0, when SIGTERM stopped any of the processes and all is saved. (Ctrl-C
-            returns.)
+        SystemExit: With ``exit_code_on_sigterm``, when SIGTERM stopped any of the processes and all
+            is saved. (Ctrl-C returns.)
     """
     ranks = Ranks() if ranks is None else ranks
     agents = population.agents
@@ -98,7 +98,9 @@ def run_training(
         finally:
             log.close(failed)
     if stopped_by == "SIGTERM":  # the program was asked to end, not only this run
-        raise SystemExit(0)
+        # A launcher ends the others as soon as one has failed, which is what 143 looks like to it.
+        ranks.gather(None)
+        raise SystemExit(options.exit_code_on_sigterm)
 
 
 def _check_states(population: Population) -> None:

@@ -51,25 +51,28 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     resume_from: str | Path | None = None,
     *,
     keep_checkpoints: int = 2,
+    max_wall_seconds: float | None = None,
+    exit_code_on_sigterm: int = 143,
 ) -> list[AgentT]:
     """Finetune a population on single-turn tasks.
 
     One iteration is one batch of prompts and one ``learn`` per agent. All agents are evaluated on
     the whole test split before training, every ``evaluation_interval`` iterations and at the end;
     without a test split never, and nothing can be chosen by fitness.
-    The run ends with the iteration in which an agent has consumed ``max_steps`` prompts or an
-    environment has completed ``num_epochs`` passes in this call, whichever comes first. Ctrl-C ends
-    it after the current iteration, with a checkpoint, and a second Ctrl-C at once; SIGTERM does as
-    the first Ctrl-C and then ends the program, with exit code 0.
+    The run ends with the iteration in which an agent has consumed ``max_steps`` prompts, all
+    agents of an environment ``num_epochs`` times its training prompts, or ``max_wall_seconds`` have
+    passed, whichever comes first; without any of the three, after one pass over the data. Ctrl-C
+    ends it after the current iteration, with a checkpoint, and a second Ctrl-C at once; SIGTERM
+    does as the first Ctrl-C and then ends the program, with ``exit_code_on_sigterm``.
 
     The run directory is ``checkpoint_path``, or ``runs/<ALGO>-<environment>-<date>-<time>``. It
     holds ``metrics.csv``, ``completions.jsonl`` and ``config.json``; what an earlier run left there
     is moved aside, not overwritten. Two runs cannot have the same one at the same time.
 
     Args:
-        pop: Agents, with different ``index``. Their ``fitness`` grows by one entry per evaluation,
-            ``steps`` by the prompts consumed up to then, ``scores`` by the mean reward of each
-            iteration.
+        pop: Agents, with different ``index``. Their ``fitness`` and ``steps`` grow by one entry per
+            evaluation, ``steps`` by the prompts consumed up to then, in earlier calls too;
+            ``scores`` by the mean reward of each iteration.
         env: The environment, such as ``ReasoningGym``, shared by all agents.
         env_fn: Instead of ``env``: called once per agent to make an environment each.
         init_hp: Recorded in ``config.json`` and the W&B configuration; without effect otherwise.
@@ -95,7 +98,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         accelerator: The one that the agents were given, see
             :func:`agilerl.utils.llm_utils.create_llm_accelerator`; None stands for it.
         max_steps: Prompts to consume per agent; the last batch is not cut.
-        num_epochs: Passes over the training data.
+        num_epochs: Passes over the training data, from this call on; of a run that is resumed, from
+            the call that started it.
         resume_from: A run checkpoint, or a run directory: its newest one. ``pop`` and the
             environment, made as for the run, give the models and the data; all else, from
             hyperparameters to random streams, is the checkpoint's. With the same
@@ -103,6 +107,10 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
             the checkpoint. See ``docs/checkpoints.md``.
         keep_checkpoints: How many of the newest checkpoints to keep, besides the one of highest
             fitness.
+        max_wall_seconds: The run ends with the iteration in which it has taken this long, the time
+            before it was resumed included.
+        exit_code_on_sigterm: 143, which is 128 + 15, is what a program that SIGTERM ended has: it
+            tells a scheduler that the job is not done. 0: that it is.
 
     Returns:
         ``pop``, trained.
@@ -117,7 +125,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         NotImplementedError: For arguments that are not supported yet.
         RuntimeError: If another run that has not ended, in any process, uses this directory.
         ImportError: If TensorBoard or W&B is asked for and not installed.
-        SystemExit: With code 0, after SIGTERM to any of the processes, when all is saved.
+        SystemExit: With ``exit_code_on_sigterm``, after SIGTERM to any of the processes, when all
+            is saved.
     """
     check_agents(pop)
     ranks = training_ranks(accelerator, pop)
@@ -167,6 +176,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     max_wall_seconds: float | None = None,
     *,
     keep_checkpoints: int = 2,
+    exit_code_on_sigterm: int = 143,
     groups_per_iteration: int = 8,
     train_seeds: int = 1024,
     evaluation_episodes: int = 64,
@@ -217,9 +227,10 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         accelerator: As in :func:`finetune_llm_reasoning`.
         num_epochs: Passes over the training seeds; None: no bound.
         resume_from: As in :func:`finetune_llm_reasoning`.
-        max_wall_seconds: The run ends with the iteration in which it has taken this long, the time
-            before it was resumed included.
+        max_wall_seconds: As in :func:`finetune_llm_reasoning`; all of ``max_steps``, ``num_epochs``
+            and it at None: one pass over the training seeds.
         keep_checkpoints: As in :func:`finetune_llm_reasoning`.
+        exit_code_on_sigterm: As in :func:`finetune_llm_reasoning`.
         groups_per_iteration: Training seeds played per iteration, over all processes.
         train_seeds: The training seeds are ``0 .. train_seeds - 1``.
         evaluation_episodes: Episodes of an evaluation.
@@ -249,7 +260,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         EnvironmentFailure: If more episodes failed than may.
         RuntimeError: If another run that has not ended, in any process, uses this directory.
         ImportError: If TensorBoard or W&B is asked for and not installed.
-        SystemExit: With code 0, after SIGTERM to any of the processes, when all is saved.
+        SystemExit: With ``exit_code_on_sigterm``, after SIGTERM to any of the processes, when all
+            is saved.
     """
     check_agents(pop)
     ranks = training_ranks(accelerator, pop)

@@ -83,6 +83,7 @@ def test_round_trip_with_load(
     model.generation_config.eos_token_id = [7, 258]
     agent = trained_agent(cls, model=model, index=3, clip_coef=(0.5, 2.0), hp_config=search)
     agent.lr, agent.fitness, agent.mut = 2e-2, [np.float32(0.5)], "lr"
+    agent.total_steps = 7
     agent.save_checkpoint(tmp_path / "run", lora_only, save_optimizer)
     given: dict[str, Any] = {}
     if lora_only:
@@ -93,7 +94,7 @@ def test_round_trip_with_load(
     loaded = cls.load(tmp_path / "run", **given)
     assert type(loaded) is cls
     assert (loaded.index, loaded.lr, loaded.clip_coef) == (3, 2e-2, (0.5, 2.0))
-    assert (loaded.fitness, loaded.mut, loaded.steps) == ([0.5], "lr", [0])
+    assert (loaded.fitness, loaded.mut, loaded.total_steps) == ([0.5], "lr", 7)
     assert loaded.sampling_config() == agent.sampling_config()
     assert loaded.hp_config is not None and loaded.hp_config["lr"].min == 1e-6
     assert torch.equal(greedy(loaded), greedy(agent))

@@ -269,7 +269,7 @@ def test_the_peft_model_of_a_living_agent_is_refused() -> None:
 def test_the_evolvable_surface() -> None:
     agent = make_agent(hp_config=SEARCH)
     assert isinstance(agent, LLMAlgorithm) and isinstance(agent, EvolvableAlgorithm)
-    assert (agent.algo, agent.index, agent.mut, agent.steps) == ("GRPO", 0, None, [0])
+    assert (agent.algo, agent.index, agent.mut, agent.steps) == ("GRPO", 0, None, [])
     assert agent.get_lr_names() == ["lr"]
     assert agent.get_policy() is agent.actor
     assert set(agent.evolvable_attributes()) == {"actor", "optimizer"}

@@ -112,12 +112,12 @@ class Launched:
 
 
 @contextmanager
-def launched(folder: Path, *runs: str) -> Iterator[Launched]:
+def launched(folder: Path, *runs: str, exit_code: int = 143) -> Iterator[Launched]:
     """The script on two processes, none of which outlives the context."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     log = folder / "output"
     # Between SIGTERM and SIGKILL torchrun leaves 30 s, in which a busy machine may not be done.
-    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "280"}
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "280", "EXIT_CODE": str(exit_code)}
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, str(SCRIPT), str(folder), "go_on", *runs],
@@ -140,7 +140,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]
         with launched(folder, "reasoning:pause") as first:
             first.stop_in_pause(to="launcher", processes_told=2)
             ends = [first.ended()]
-        with launched(folder, "reasoning", "multi_turn:pause") as second:
+        with launched(folder, "reasoning", "multi_turn:pause", exit_code=0) as second:
             second.stop_in_pause(to="rank 1", processes_told=1)
             ends.append(second.ended())
         with launched(folder, "multi_turn", "reasoning:die") as third:
@@ -245,8 +245,8 @@ def test_samplers_that_left_rows_out_on_one_rank(setting: str, exact: Path) -> N
                 assert got["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-5)
 
 
-def assert_saved(ended: Ended, run: Path) -> None:
-    assert ended.exits == ["0", "0"], ended.output[-3000:]
+def assert_saved(ended: Ended, run: Path, exit_code: int) -> None:
+    assert ended.exits == [str(exit_code)] * 2, ended.output[-3000:]
     assert not ended.returned
     saved = run / "iteration_00000002"
     message = f"Stopped by SIGTERM after iteration 2. Saved to {saved}"
@@ -257,15 +257,15 @@ def assert_saved(ended: Ended, run: Path) -> None:
 def test_sigterm_to_the_launcher(stopped: tuple[Path, list[Ended]], exact: Path) -> None:
     """It passes the signal on to all; whatever becomes of them, it ends with 1 itself."""
     folder, (ended, _, _) = stopped
-    assert_saved(ended, folder / "reasoning")
+    assert_saved(ended, folder / "reasoning", 143)
     assert ended.code == 1
     assert_same(folder / "reasoning", exact / "ddp_reasoning_whole")
 
 
 def test_sigterm_to_one_process(stopped: tuple[Path, list[Ended]], exact: Path) -> None:
-    """All of them stop together, part from each other, and there is no error anywhere."""
+    """All stop together and part from each other; with exit code 0 there is no error anywhere."""
     folder, (_, ended, _) = stopped
-    assert_saved(ended, folder / "multi_turn")
+    assert_saved(ended, folder / "multi_turn", 0)
     assert [f"group of rank {rank} at exit: False" in ended.output for rank in (0, 1)] == [True] * 2
     assert ended.code == 0
     assert_same(folder / "multi_turn", exact / "ddp_multi_turn_whole")

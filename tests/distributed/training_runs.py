@@ -207,6 +207,7 @@ def _options(run: Path, accelerator: Any) -> dict[str, Any]:
     return {
         "evaluation_interval": 2,
         "checkpoint_steps": 1,
+        "exit_code_on_sigterm": int(os.environ.get("EXIT_CODE", "143")),
         "checkpoint_path": run,
         "save_elite": True,
         "elite_path": run.with_name(f"{run.name}_elite"),

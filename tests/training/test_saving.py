@@ -68,7 +68,7 @@ def test_a_signal_during_the_save_at_the_end_is_heeded(capfd: pytest.CaptureFixt
 
     with pytest.raises(SystemExit) as ended:
         train(FakeAgent(on_save=signalled), checkpoint_steps=3)
-    assert ended.value.code == 0
+    assert ended.value.code == 143
     assert "Saved to c/iteration_00000005" in capfd.readouterr().out
 
 

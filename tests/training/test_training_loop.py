@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +55,8 @@ def test_signature_is_the_contract() -> None:
         "num_epochs": None,
         "resume_from": None,
         "keep_checkpoints": 2,
+        "max_wall_seconds": None,
+        "exit_code_on_sigterm": 143,
     }
     assert list(parameters)[:4] == ["pop", "env", "env_fn", "init_hp"]
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -64,7 +69,7 @@ def test_history_of_one_agent() -> None:
     pop = [agent]
     assert train(pop, max_steps=5, evaluation_interval=2) is pop
     assert agent.fitness == pytest.approx([0, 1, 1 / 3])
-    assert agent.steps == [0, 0, 4, 5]
+    assert agent.steps == [0, 4, 5]
     assert agent.scores == [0.5, 0.5, 0.5]
     assert [entry["rewards"].tolist() for entry in agent.learned] == [
         [[1, 0], [1, 0]],
@@ -77,7 +82,7 @@ def test_history_of_one_agent() -> None:
 def test_no_second_evaluation_at_the_end() -> None:
     agent = FakeAgent()
     train([agent], max_steps=4, evaluation_interval=1)
-    assert (len(agent.fitness), agent.steps) == (3, [0, 0, 2, 4])
+    assert (len(agent.fitness), agent.steps) == (3, [0, 2, 4])
 
 
 @pytest.mark.parametrize(("max_steps", "iterations"), [(1, 1), (2, 1), (3, 2), (4, 2), (6, 4)])
@@ -92,7 +97,7 @@ def test_steps_go_on_in_a_second_call() -> None:
     train([agent], env, max_steps=2)
     train([agent], env, max_steps=2)
     assert len(agent.learned) == 2
-    assert agent.steps == [0, 0, 2, 2, 4]
+    assert agent.steps == [0, 2, 2, 4]
 
 
 def test_a_second_call_goes_on_with_the_batch_that_waited() -> None:
@@ -111,6 +116,45 @@ def test_num_epochs_counts_passes_of_this_call(epochs: int, iterations: int) -> 
     assert len(agent.learned) == iterations
     assert agent.trackers[0] == 7
     assert len(agent.trackers) == iterations
+
+
+def test_a_pass_that_begins_in_the_middle_of_the_data_is_whole() -> None:
+    agent, env = FakeAgent(), FakeGym(rows=6)
+    train([agent], env, max_steps=2)
+    train([agent], env, num_epochs=1)
+    assert env.seen[1:-1] == [[2, 3], [4, 5], [0, 1]]
+    assert len(agent.learned) == 4
+
+
+def test_agents_make_the_passes_of_a_shared_environment_together() -> None:
+    pop, env = [FakeAgent(0), FakeAgent(1)], FakeGym(rows=8)
+    train(pop, env, num_epochs=1)
+    assert [len(agent.learned) for agent in pop] == [2, 2]
+
+
+def test_without_bounds_a_run_is_one_pass() -> None:
+    agent = FakeAgent()
+    train([agent])
+    assert len(agent.learned) == 3
+    arguments = json.loads(next(Path("runs").glob("*/config.json")).read_text())["arguments"]
+    assert arguments["num_epochs"] == 1
+
+
+def test_time_alone_bounds_a_run() -> None:
+    agent = FakeAgent(on_learn=lambda agent: time.sleep(0.02))
+    started = time.monotonic()
+    train([agent], max_wall_seconds=0.5)
+    assert len(agent.learned) > 3  # more than one pass
+    assert 0.5 <= time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("interval", [1, 2, 100])
+def test_steps_and_fitness_grow_together(interval: int) -> None:
+    agent = FakeAgent()
+    train([agent], max_steps=4, evaluation_interval=interval)
+    train([agent], num_epochs=2, evaluation_interval=interval)
+    assert len(agent.steps) == len(agent.fitness)
+    assert agent.steps[-1] == agent.total_steps
 
 
 def test_whichever_bound_comes_first() -> None:

@@ -272,12 +272,16 @@ def test_whether_an_elite_is_this_runs_is_decided_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("signals", "code"),
-    [((signal.SIGINT, signal.SIGTERM), 0), ((None, signal.SIGTERM), 0), ((None, signal.SIGINT), 2)],
+    [
+        ((signal.SIGINT, signal.SIGTERM), 143),
+        ((None, signal.SIGTERM), 143),
+        ((None, signal.SIGINT), 2),
+    ],
 )
 def test_the_strongest_signal_counts_on_all(
     signals: tuple[signal.Signals | None, ...], code: int, tmp_path: Path
 ) -> None:
-    """Both exit with 0 after SIGTERM to one; after Ctrl-C both return, after two iterations."""
+    """Both exit with 143 after SIGTERM to one; after Ctrl-C both return, after two iterations."""
 
     def action(ranks: Ranks) -> Any:
         def learn(agent: FakeAgent) -> None:
@@ -289,8 +293,8 @@ def test_the_strongest_signal_counts_on_all(
         return train(ranks, learn, max_steps=90, checkpoint_path=tmp_path / "run")
 
     results = on_two_ranks(tmp_path, action)
-    if code == 0:
-        assert [(kind, code) for kind, _, code in results] == [(SystemExit, 0)] * 2
+    if code == 143:
+        assert [(kind, code) for kind, _, code in results] == [(SystemExit, 143)] * 2
     else:
         assert results == [2, 2]
     assert (tmp_path / "run" / "iteration_00000002" / "run_state.json").is_file()

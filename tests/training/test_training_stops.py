@@ -82,7 +82,7 @@ def test_a_checkpoint_holds_the_population_and_the_runs_state(tmp_path: Path) ->
     assert (second["index"], second["folder"], second["environment"]) == (5, "agent_5", 0)
     assert (second["steps"], second["steps_of_run"]) == (4, 4)
     assert second["fitness_history"] == pytest.approx([0, 2 / 3, 1 / 3])
-    assert second["step_history"] == [0, 0, 2, 4]
+    assert second["step_history"] == [0, 2, 4]
     assert second["score_history"] == [0.5, 0.5]
 
 
@@ -111,9 +111,9 @@ def test_a_signal_finishes_the_iteration_and_saves(
             pop, FakeGym(rows=99), save_elite=True, elite_path="e", checkpoint_path="c"
         )
     # Ctrl-C ends the run, SIGTERM the program.
-    assert stopped == (pop if number == signal.SIGINT else 0)
+    assert stopped == (pop if number == signal.SIGINT else 143)
     assert [len(agent.learned) for agent in pop] == [2, 2]
-    assert [agent.steps for agent in pop] == [[0, 0, 4]] * 2
+    assert [agent.steps for agent in pop] == [[0]] * 2
     assert [len(agent.fitness) for agent in pop] == [1, 1]
     assert children(tmp_path / "c") == ["iteration_00000002"]
     assert len((tmp_path / "c" / "metrics.csv").read_text().splitlines()) == 1 + 3 * 2
@@ -126,6 +126,11 @@ def test_a_signal_finishes_the_iteration_and_saves(
     assert expected in caplog.messages
     assert "finishing this iteration" in shown.err
     assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == handlers
+
+
+def test_the_exit_code_can_be_chosen() -> None:
+    agent = FakeAgent(on_learn=send(signal.SIGTERM, in_iteration=1))
+    assert train_until_stopped([agent], FakeGym(), exit_code_on_sigterm=0) == 0
 
 
 def test_a_stop_on_a_checkpointed_iteration_writes_it_once(tmp_path: Path) -> None:
@@ -143,7 +148,7 @@ def test_a_stop_during_the_first_evaluation(tmp_path: Path) -> None:
     agent = FakeAgent()
     env = FakeGym()
     env.reward = lambda completion, answer: os.kill(os.getpid(), signal.SIGTERM) or 0.0
-    assert train_until_stopped([agent], env, checkpoint_path="c") == 0
+    assert train_until_stopped([agent], env, checkpoint_path="c") == 143
     assert not agent.learned
     assert children(tmp_path / "c") == ["iteration_00000000"]
 
@@ -218,7 +223,7 @@ def learn(agent):
 (agent,) = finetune_llm_reasoning(
     [FakeAgent(on_learn=learn)], FakeGym(), max_steps=10**6, checkpoint_path="c"
 )
-print("returned", len(agent.learned), agent.steps[-1] > 0, flush=True)
+print("returned", len(agent.learned), agent.total_steps > 0, flush=True)
 """
 
 
@@ -230,7 +235,7 @@ def test_sigterm_to_a_real_process(tmp_path: Path) -> None:
         wait_for("SIGTERM: finishing this iteration", process, "stderr")
         (tmp_path / "go").touch()
         out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    assert process.returncode == 143, err
     assert "Stopped by SIGTERM after iteration 2. Saved to c/iteration_00000002" in out
     assert "returned" not in out  # a script with another stage would go on with that
     saved = json.loads((tmp_path / "c/iteration_00000002/agent_0/agent.json").read_text())

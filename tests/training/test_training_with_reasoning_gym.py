@@ -88,7 +88,7 @@ def test_two_epochs_with_evaluations_in_between(raw: bool, tmp_path: Path) -> No
     )
     # Three batches an epoch; evaluated before and after iterations 2, 4 and 6.
     assert agent.fitness == [0.75] * 4
-    assert agent.steps == [0, 0, 4, 7, 10]
+    assert agent.steps == [0, 4, 7, 10]
     counts = {question: scored.count(question) for question in scored}
     assert counts == {f"train{i}?": 2 * 2 for i in range(5)} | {f"test{i}?": 4 for i in range(4)}
 
@@ -138,7 +138,7 @@ def test_real_agents_train_and_their_elite_loads(algorithm: type[GRPO], tmp_path
         elite_path=tmp_path / "elite",
         verbose=False,
     )
-    assert [agent.steps for agent in pop] == [[0, 0, 2, 4]] * 2
+    assert [agent.steps for agent in pop] == [[0, 2, 4]] * 2
     assert all(len(agent.fitness) == 3 and len(agent.scores) == 2 for agent in pop)
     with (tmp_path / "metrics.csv").open(newline="") as file:
         last = list(csv.DictReader(file))[-1]

@@ -144,7 +144,8 @@ class FakeAgent:
         self.on_learn, self.on_save = on_learn, on_save
         self.fitness: list[float] = []
         self.scores: list[float] = []
-        self.steps: list[int] = [0]
+        self.steps: list[int] = []
+        self.total_steps = 0
         self.last_checkpoint: str | None = None
         self.accelerator, self.engine = None, SimpleNamespace(sharded=False)
         self.learned: list[dict[str, Any]] = []

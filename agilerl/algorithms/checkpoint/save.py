@@ -139,7 +139,8 @@ def saved_state(
     """
     file, attributes = saved.path / checkpoint_files.ATTRIBUTES_FILE, saved.attributes
     with reading(file, "its history"):
-        state = {name: decode(attributes["history"][name]) for name in history}
+        written = attributes["history"]
+        state = {name: decode(written[name]) for name in history if name in written}
     rng_states = attributes["rng_states"]
     same = len(rng_states) == ranks.world_size
     with reading(file, "its rng_states are no states of a generator"):

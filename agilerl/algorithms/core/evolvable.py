@@ -31,13 +31,14 @@ class EvolvableAlgorithm:
     Attributes:
         fitness: Mean evaluation reward, one per evaluation.
         scores: Mean training reward, one per ``learn``.
-        steps: Cumulative steps, starting with 0.
+        steps: Cumulative steps, one entry per evaluation of a training function, as ``fitness``.
+        total_steps: Cumulative steps so far.
         mut: Name of the last mutation, None before any.
     """
 
     algo: str
     # Attributes that clones copy by value; all else is built from the constructor's arguments.
-    _history = ("fitness", "scores", "steps", "mut", "reference_update_tracker")
+    _history = ("fitness", "scores", "steps", "total_steps", "mut", "reference_update_tracker")
     # Objects that drive the agent: neither hyperparameters nor history.
     _runtime_attributes: tuple[str, ...] = ()
 
@@ -48,7 +49,8 @@ class EvolvableAlgorithm:
         self.hp_config = hp_config
         self.fitness: list[float] = []
         self.scores: list[float] = []
-        self.steps: list[int] = [0]
+        self.steps: list[int] = []
+        self.total_steps = 0
         self.reference_update_tracker = 0
         self._mutation_hooks: list[Callable[[], Any]] = []
         self._network_groups: list[NetworkGroup] = []

@@ -75,6 +75,7 @@ class _History(TypedDict):
     fitness: list[float]
     scores: list[float]
     steps: list[int]
+    total_steps: NotRequired[int]  # not in checkpoints from before there was one
     reference_update_tracker: int
     mut: Any
 
