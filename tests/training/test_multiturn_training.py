@@ -86,6 +86,13 @@ def training_seeds() -> list[int]:
     return [seed for seed, _ in Echo.played if seed < EVALUATION_SEED_START]
 
 
+def test_without_bounds_a_run_is_one_pass_over_the_seeds() -> None:
+    agent = make_agent()
+    rows = finetune([agent], max_steps=None, train_seeds=6, evaluation_interval=100)
+    assert [row["steps"] for row in rows] == ["0", "24", "48", "72"]
+    assert len(set(training_seeds())) == 6
+
+
 @pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO])
 def test_a_run(cls: type[GRPO]) -> None:
     """2 groups of 4 episodes with 3 turns are 24 steps; 48 are two iterations."""
@@ -336,7 +343,6 @@ def test_a_crash_is_not_reinforced() -> None:
         ({"max_turns": 0}, ValueError, "max_turns"),
         ({"groups_per_iteration": 0}, ValueError, "groups_per_iteration is 0"),
         ({"train_seeds": 1.5}, TypeError, "train_seeds is 1.5"),
-        ({"max_steps": None}, ValueError, "max_steps and num_epochs are both None"),
         ({"max_wall_seconds": 0}, ValueError, "max_wall_seconds is 0; it must be above 0"),
         ({"max_wall_seconds": "1 h"}, TypeError, "max_wall_seconds is '1 h'"),
         ({"evaluation_episodes": 0}, ValueError, "evaluation_episodes"),
