@@ -218,6 +218,15 @@ def test_a_prompt_that_is_text_is_the_question(make: MakeEnv) -> None:
         make([{"prompt": "2+2?"}])
 
 
+def test_which_column_is_the_question(make: MakeEnv) -> None:
+    env = make([{"prompt": "in verse", "problem": "2+2?"}], "{problem}")
+    assert texts(env) == env.questions == ["2+2?"]
+    for question, shown in (("sum", "sum"), (None, "2+2?")):
+        env = make([{"prompt": [ASK], "question": question}])
+        env.reset()
+        assert env.questions == [shown]
+
+
 def test_parts_and_further_keys_of_messages(
     make: MakeEnv, tokenizer: PreTrainedTokenizerFast
 ) -> None:

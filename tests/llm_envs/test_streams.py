@@ -144,6 +144,16 @@ def test_a_state_resumes_exactly(build: Callable[[], IterableDataset], make: Mak
         assert [step(resumed) for _ in range(8)] == batches[done : done + 8]
 
 
+def test_going_back_after_resuming(make: MakeEnv) -> None:
+    env = make(generated(), data_batch_size_per_gpu=2)
+    first = step(env)
+    for _ in range(3):
+        step(env)
+    env.load_state_dict(env.state_dict())
+    env.reset(reset_dataloaders=True)
+    assert env.questions == first
+
+
 def test_resuming_reads_on_from_the_datasets_state(make: MakeEnv) -> None:
     """Not from the start of the pass, except where rows wait in a shuffle buffer."""
     read: list[int] = []
@@ -186,6 +196,7 @@ def test_upcoming_leaves_the_position(make: MakeEnv) -> None:
         assert [p["text"] for p in env.reset()] == batch
         step(env)
     assert env.num_epochs == 2
+    assert env.state_dict()["offset"] == env.state_dict()["dataset_state_offset"] == 0
 
 
 def test_environments_may_share_a_stream(make: MakeEnv) -> None:
