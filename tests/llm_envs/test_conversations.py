@@ -115,6 +115,15 @@ def test_a_template_that_shows_no_column(make: MakeEnv, template: str) -> None:
         make([{"question": "q", "answer": "a"}], template)
 
 
+@pytest.mark.parametrize(
+    ("row", "example"),
+    [({"answer": "a", "problem": "p"}, "{problem}"), ({"answer": "a"}, "{quest")],
+)
+def test_no_template_for_rows_that_need_one(make: MakeEnv, row: Row, example: str) -> None:
+    with pytest.raises(ValueError, match=rf'is None, but .*"user", "content": "\{example}'):
+        make([row])
+
+
 def test_none_in_a_shown_column(make: MakeEnv) -> None:
     rows = [{"question": "q", "hint": "h"}, {"question": "q"}]
     with pytest.raises(ValueError, match=r"train_dataset row 1: hint is None"):

@@ -134,7 +134,9 @@ class ConversationReader:
     def _check_shown(
         self, template: Conversation | None, name: str, column_names: Sequence[str]
     ) -> None:
-        remedy = f"pass for example {EXAMPLE_TEMPLATE}"
+        columns = [c for c in column_names if c != "answer"]
+        shown = "question" if "question" in columns or not columns else columns[0]
+        remedy = f"pass for example {EXAMPLE_TEMPLATE.replace('question', shown)}"
         require(
             template is not None,
             f"conversation_template is None, but {name} has no conversations: no column 'prompt' "
