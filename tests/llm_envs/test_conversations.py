@@ -223,7 +223,7 @@ def test_a_prompt_that_is_text_is_the_question(make: MakeEnv) -> None:
     for template in ("{question}", "{prompt}"):
         env = make([{"prompt": "2+2?"}], template)
         assert texts(env) == env.questions == ["2+2?"]
-    with pytest.raises(ValueError, match=r"conversation_template is None.*\{question\}"):
+    with pytest.raises(ValueError, match=r"conversation_template is None.*\{prompt\}"):
         make([{"prompt": "2+2?"}])
 
 
