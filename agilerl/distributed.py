@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from torch.distributed import distributed_c10d
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -18,7 +19,8 @@ T = TypeVar("T")
 class Ranks:
     """A single process, and the interface of several (:class:`DistributedRanks`).
 
-    Every method is a collective: all ranks must call it, in the same order.
+    Every method but :meth:`notify` and :meth:`notified` is a collective: all ranks must call it, in
+    the same order.
     """
 
     rank: int = 0
@@ -38,6 +40,13 @@ class Ranks:
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors with those of rank 0."""
+
+    def notify(self, event: str) -> None:
+        """Let the other ranks know of an event; they are not waited for."""
+
+    def notified(self, event: str) -> bool:
+        """Whether a rank has let the others know of an event by now; waits for nobody."""
+        return False
 
     def on_rank_zero(self, action: Callable[[], T]) -> T:
         """What ``action`` returns (a small picklable value) on rank 0, the only one to run it.
@@ -99,6 +108,19 @@ class DistributedRanks(Ranks):
             moved = tensor.detach().to(self.device, copy=True)
             torch.distributed.broadcast(moved, src=0)
             tensor.copy_(moved)
+
+    def notify(self, event: str) -> None:
+        """Note the event in the store that the process group was made with."""
+        self._store.set(event, "1")
+
+    def notified(self, event: str) -> bool:
+        """Whether it is noted there."""
+        return bool(self._store.check([event]))
+
+    @property
+    def _store(self) -> Any:
+        # All collectives wait for each other; this is what processes share besides.
+        return distributed_c10d.PrefixStore("agilerl", distributed_c10d._get_default_store())
 
     def _reduced(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
         moved = tensor.detach().to(self.device, copy=True)

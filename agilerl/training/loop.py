@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from agilerl.algorithms.core.evaluation import EvaluationStopped
 from agilerl.distributed import Ranks
 from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.checkpoint.run_state import FORMAT, random_streams, set_random_streams
 from agilerl.training.checkpoint.saver import Elite, Saver
+from agilerl.training.evaluation import StopCheck
 from agilerl.training.experience import (
     Experience,
     accuracy,
@@ -84,6 +86,7 @@ class TrainingLoop:
         self.iteration = 0
         self.progress = Progress.UNTRAINED
         self._unevaluated: list[Row] | None = None  # rows whose evaluation a stop postponed
+        self._before_evaluation: dict[str, Any] | None = None  # the state, if a stop ended one
         self._started = time.perf_counter()
 
     def run(self) -> str | None:
@@ -96,7 +99,7 @@ class TrainingLoop:
             self.log.write_lineage(self.population.generations)
         with GracefulStop() as stop:
             try:
-                self._evaluate_first()
+                self._evaluate_first(stop)
                 ended = self._at_bound()
                 while not ended and self._stop_requested(stop) is None:
                     ended = self._run_iteration(stop)
@@ -120,6 +123,8 @@ class TrainingLoop:
         Args:
             in_iteration: Whether an iteration is under way, so that no run can be resumed from it.
         """
+        if self._before_evaluation is not None:
+            return {**self._before_evaluation, "in_iteration": in_iteration}
         return {
             "format": FORMAT,
             **self.names,
@@ -145,7 +150,7 @@ class TrainingLoop:
         # Of another number of processes: all alike, which only concerns environments.
         set_random_streams(streams[self.ranks.rank % len(streams)])
 
-    def _evaluate_first(self) -> None:
+    def _evaluate_first(self, stop: GracefulStop) -> None:
         """Evaluate a new run before its first iteration; a resumed one if the stop postponed it.
 
         A resumed one also makes the generation that was postponed with it, or that was not needed
@@ -156,9 +161,9 @@ class TrainingLoop:
         resumed, postponed = self.progress is Progress.RESUMED, self._unevaluated is not None
         if postponed or not resumed:
             rows = self._unevaluated or [self._row(member) for member in self.population]
-            self._evaluate(rows)
+            if not self._evaluate(rows, stop):
+                return
             self._write_rows(rows)
-            self._unevaluated = None
         evolved = resumed and not self._at_bound() and self._evolve()
         if evolved or (resumed and postponed):
             self.progress = Progress.EVALUATED
@@ -179,11 +184,8 @@ class TrainingLoop:
                 or self.iteration % self.options.evaluation_interval == 0
                 or self._evolution_is_due()
             )
-            # A stop must not wait for an evaluation, which may take longer than the grace period.
-            if due and self._stop_requested(stop) is not None:
-                self._unevaluated = rows
-            elif due:
-                self._evaluate(rows)
+            if due:
+                self._evaluate(rows, stop)
         finally:
             self._write_rows(rows)
         if due and not ended and self._unevaluated is None:
@@ -218,16 +220,47 @@ class TrainingLoop:
             **{name: float(value) for name, value in metrics.items()},
         }
 
-    def _evaluate(self, rows: list[Row]) -> None:
-        """Evaluate every agent, add the results to its row, keep the best agent so far."""
-        for member, row in zip(self.population, rows, strict=True):
-            started = time.perf_counter()
-            rewards = torch.as_tensor(member.collector.evaluate(member.agent), dtype=torch.float32)
-            row["evaluation_seconds"] = time.perf_counter() - started
-            row["wall_seconds"] = time.perf_counter() - self._started
-            row["fitness"] = float(member.agent.fitness[-1])
-            row["eval_accuracy"] = accuracy(rewards, self.options.accuracy_threshold)
+    def _evaluate(self, rows: list[Row], stop: GracefulStop) -> bool:
+        """Evaluate every agent, add the results to its row, keep the best agent so far.
+
+        Returns:
+            False: A stop was asked for, which must not wait for an evaluation that may take longer
+            than the grace period. All is as it was before, for the resumed run to evaluate.
+        """
+        self._unevaluated = rows
+        if self._stop_requested(stop) is not None:
+            return False
+        check, before = StopCheck(stop, self.ranks), self.state_dict()
+        entries = [len(member.agent.fitness) for member in self.population]
+        try:
+            results = [self._evaluated(member, check) for member in self.population]
+        except EvaluationStopped:
+            for member, number in zip(self.population, entries, strict=True):
+                del member.agent.fitness[number:]
+            self._before_evaluation = before
+            return False
+        self._unevaluated = None
+        for member, row, result in zip(self.population, rows, results, strict=True):
+            row.update(result)
             member.agent.steps.append(member.steps)
+        self._note_best()
+        return True
+
+    def _evaluated(self, member: Member, check: StopCheck) -> Row:
+        """What an evaluation adds to a row."""
+        started = time.perf_counter()
+        rewards = torch.as_tensor(
+            member.collector.evaluate(member.agent, check), dtype=torch.float32
+        )
+        now = time.perf_counter()
+        return {
+            "evaluation_seconds": now - started,
+            "wall_seconds": now - self._started,
+            "fitness": float(member.agent.fitness[-1]),
+            "eval_accuracy": accuracy(rewards, self.options.accuracy_threshold),
+        }
+
+    def _note_best(self) -> None:
         leader, best = self.population.leader.agent, self.population.best
         fitness = float(leader.fitness[-1])
         better = best is None or fitness > best.fitness

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
+from agilerl.training.evaluation import WatchedEnv
 from agilerl.training.experience import Experience, Sample, samples_to_show
 from agilerl.training.protocols import Agent
 from agilerl.training.rollouts import roll_out
@@ -67,11 +68,11 @@ class MultiTurnCollector:
         (agent,) = agents
         return [EpisodeRollout(self.env, self.order, agent.group_size)]
 
-    def evaluate(self, agent: Agent) -> np.ndarray:
+    def evaluate(self, agent: Agent, before_answers: Callable[[], None]) -> np.ndarray:
         """Returns of the agent on the evaluation seeds."""
         # The same batches however many seeds the last training batch had.
         self.env.batch_size, self.env.group_size = self.order.batch_size, agent.group_size
-        return agent.test(self.env)
+        return agent.test(WatchedEnv(self.env, before_answers))
 
     def facts(self) -> dict[str, Any]:
         """The training seeds, their order and the position in it, and the episodes' limits."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
@@ -184,8 +184,14 @@ class Collector(Protocol):
     def collect(self, agent: Agent) -> Experience:
         """Let the agent act once in the training environment."""
 
-    def evaluate(self, agent: Agent) -> np.ndarray:
-        """Rewards of the whole evaluation, one per row; appends their mean to ``agent.fitness``."""
+    def evaluate(self, agent: Agent, before_answers: Callable[[], None]) -> np.ndarray:
+        """Rewards of the whole evaluation, one per row; appends their mean to ``agent.fitness``.
+
+        Args:
+            agent: Who is evaluated.
+            before_answers: Called each time before the agent answers; raises ``EvaluationStopped``
+                when the evaluation is to stop.
+        """
 
     def facts(self) -> dict[str, Any]:
         """Options and data that have to be the same in all processes, by the user's names."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from agilerl.checks import missing_members, require, warn_once
 from agilerl.llm_envs.completion_checks import takes_action
+from agilerl.training.evaluation import WatchedEnv
 from agilerl.training.experience import Experience, Sample, samples_to_show
 from agilerl.training.protocols import (
     Agent,
@@ -182,9 +183,9 @@ class ReasoningCollector:
             kept = kept if env.last_sample_mask is None else env.last_sample_mask.cpu()
         return failures, kept
 
-    def evaluate(self, agent: Agent) -> np.ndarray:
+    def evaluate(self, agent: Agent, before_answers: Callable[[], None]) -> np.ndarray:
         """Rewards of the agent on every row of the test split."""
-        return agent.test(self.env)
+        return agent.test(WatchedEnv(self.env, before_answers))
 
     def facts(self) -> dict[str, Any]:
         """Data, their order, and the position in it."""

@@ -57,10 +57,13 @@ def make_gym(
     word: str = "train",
     answer: str = "a",
     failing: float = 0.0,
+    evaluation_hook: Hook = nothing,
+    **arguments: Any,
 ) -> ReasoningGym:
     """Five questions, two at a time; rewards have noise from all three global streams.
 
-    ``hook`` is called when a training batch is scored. A share ``failing`` is dropped.
+    ``hook`` is called when a training batch is scored, ``evaluation_hook`` when a test batch is. A
+    share ``failing`` is dropped.
     """
 
     def reward(completion: str, answer: str, question: str) -> float:
@@ -71,8 +74,7 @@ def make_gym(
 
     class HookedGym(ReasoningGym):
         def step(self, completion_ids: Any) -> Any:
-            if self._test_offset is None:
-                hook()
+            (hook if self._test_offset is None else evaluation_hook)()
             return super().step(completion_ids)
 
     return HookedGym(
@@ -85,6 +87,7 @@ def make_gym(
         reward_workers=1,  # so that the noise comes in the same order
         seed=seed,
         on_failure="drop",
+        **arguments,
     )
 
 

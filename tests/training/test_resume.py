@@ -71,6 +71,77 @@ def test_stopped_and_resumed(
     assert (resumed["iteration"], resumed["from"]) == (iteration, str(saved))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("batch", "iteration"), [(2, 0), (5, 0), (8, 2), (10, 2), (17, 4)])
+def test_stopped_in_the_middle_of_an_evaluation(
+    batch: int, iteration: int, number: signal.Signals, whole_by_rows: Any, tmp_path: Path
+) -> None:
+    """Two agents take three batches each, before training and after iterations 2 and 4."""
+    seed_all()
+    hook = After(batch, number)
+    pop = make_agents()
+    try:
+        evaluated_by_rows(tmp_path, pop=pop, hook=hook)
+        assert number == signal.SIGINT
+    except SystemExit:
+        assert number == signal.SIGTERM
+    assert hook.left == 0  # the batch after it was not begun
+    assert checkpoints_in(tmp_path)[-1] == f"iteration_{iteration:08d}"
+    state = state_of(tmp_path / f"iteration_{iteration:08d}")
+    assert [row["iteration"] for row in state["unevaluated_rows"]] == [iteration] * 2
+    entries = (batch - 1) // 6
+    assert [(len(agent.fitness), len(agent.steps)) for agent in pop] == [(entries, entries)] * 2
+    reseed()
+    pop = evaluated_by_rows(tmp_path, resume_from=tmp_path)
+    assert differences(everything(tmp_path, pop), whole_by_rows) == []
+
+
+def evaluated_by_rows(path: Path, *, hook: Hook = nothing, **options: Any) -> list[GRPO]:
+    env = make_gym(evaluation_hook=hook, eval_batch_size=1)
+    return run_reasoning(path, env=env, **options)
+
+
+@pytest.fixture(scope="module")
+def whole_by_rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("by_rows")
+    seed_all()
+    return everything(path, evaluated_by_rows(path))
+
+
+def test_a_stop_in_the_last_batch_of_an_evaluation_comes_after_it(
+    whole_by_rows: Any, tmp_path: Path
+) -> None:
+    seed_all()
+    evaluated_by_rows(tmp_path, hook=After(12))
+    state = state_of(tmp_path / "iteration_00000002")
+    assert (state["unevaluated_rows"], len(state["agents"][1]["fitness_history"])) == (None, 2)
+    reseed()
+    pop = evaluated_by_rows(tmp_path, resume_from=tmp_path)
+    assert differences(everything(tmp_path, pop), whole_by_rows) == []
+
+
+def test_an_evaluation_that_is_stopped_twice(whole_by_rows: Any, tmp_path: Path) -> None:
+    seed_all()
+    evaluated_by_rows(tmp_path, hook=After(10))
+    evaluated_by_rows(tmp_path, hook=After(2), resume_from=tmp_path)
+    reseed()
+    pop = evaluated_by_rows(tmp_path, resume_from=tmp_path)
+    assert differences(everything(tmp_path, pop), whole_by_rows) == []
+
+
+@pytest.mark.parametrize(("turn", "iteration"), [(1, 0), (3, 0), (17, 2)])
+def test_stopped_in_the_middle_of_evaluation_episodes(
+    turn: int, iteration: int, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """First turns: two for each of two agents in an evaluation, six in an iteration."""
+    seed_all()
+    run_multiturn(tmp_path, hook=After(turn))
+    assert state_of(tmp_path / f"iteration_{iteration:08d}")["unevaluated_rows"] is not None
+    reseed()
+    pop = run_multiturn(tmp_path, resume_from=tmp_path)
+    assert differences(everything(tmp_path, pop), whole["multiturn"][1]) == []
+
+
 def test_what_failed_is_the_same_in_a_resumed_run(tmp_path: Path) -> None:
     def run(name: str, hook: Hook = nothing, **options: Any) -> Any:
         path = tmp_path / name

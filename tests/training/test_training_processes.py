@@ -15,10 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from forking import on_two_ranks
 from resume_helpers import dataset
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.algorithms.core.llm_algorithm import LLMAlgorithm
 from agilerl.distributed import Ranks
 from agilerl.llm.update import NonFiniteUpdateError
 from agilerl.llm_envs import ReasoningGym
@@ -33,6 +35,7 @@ from agilerl.training.population import Population
 from agilerl.training.protocols import Collector
 from agilerl.training.reasoning_collector import ReasoningCollector
 from agilerl.training.run import run_training
+from agilerl.typing import Act, Evaluation
 
 pytestmark = pytest.mark.process
 
@@ -298,6 +301,53 @@ def test_the_strongest_signal_counts_on_all(
     else:
         assert results == [2, 2]
     assert (tmp_path / "run" / "iteration_00000002" / "run_state.json").is_file()
+
+
+class ManyBatches(FakeGym):
+    """Asks for answers ``batches`` times in an evaluation, each taking a while."""
+
+    batches = 0
+    asked = 0
+
+    def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
+        for _ in range(self.batches):
+            act([])
+            self.asked += 1
+            time.sleep(0.01)
+        return Evaluation(torch.ones(self.batches))
+
+
+@pytest.mark.parametrize(
+    ("batches", "told"), [((3000, 3000), 1), ((3000, 3000), 0), ((2, 3000), 1)]
+)
+def test_a_signal_to_one_process_stops_the_evaluation_of_all(
+    batches: tuple[int, int], told: int, tmp_path: Path
+) -> None:
+    """Also of one that has no more answers to give, and waits for the other's."""
+
+    def action(ranks: Ranks) -> Any:
+        agent, env = AgentOfRank(), ManyBatches(rows=99)
+        agent.ranks, env.batches = ranks, batches[ranks.rank]
+        agent.accelerator = SimpleNamespace(device=torch.device("cpu"))
+
+        def answer(prompts: Any, training: bool) -> Any:
+            if ranks.rank == told and env.asked == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        agent.get_action = answer
+        agent.test = lambda env: LLMAlgorithm.test(agent, env)
+        options = TrainingOptions(checkpoint_path=tmp_path / "run", verbose=False)
+        population = Population([agent], [ReasoningCollector(env)])
+        with pytest.raises(SystemExit) as stopped:
+            run_training(population, options, "d", None, ranks)
+        return stopped.value.code, env.asked, agent.fitness, agent.steps
+
+    results = on_two_ranks(tmp_path, action)
+    assert [(code, *entries) for code, _, *entries in results] == [(143, [], [])] * 2
+    assert results[told][1] == 6
+    other = results[1 - told][1]
+    assert other == 2 if batches[1 - told] == 2 else 0 < other < 1000
+    assert (tmp_path / "run" / "iteration_00000000" / "run_state.json").is_file()
 
 
 def test_a_failure_on_one_process_is_noted_as_its_own(tmp_path: Path) -> None:

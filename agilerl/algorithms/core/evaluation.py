@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class EvaluationStopped(BaseException):
+    """Raised where an agent is asked for answers, to stop an evaluation between two batches.
+
+    ``agent.test`` then raises it on all ranks. It is no ``Exception``: an environment that deals
+    with the failures of its own code must not take it for one of them.
+    """
+
+
 def evaluate(env: Any, act: Act, loop: int) -> Evaluation:
     """Evaluate on this process's share of the data.
 
@@ -49,14 +57,25 @@ def evaluate(env: Any, act: Act, loop: int) -> Evaluation:
     return evaluation
 
 
-def scores_of_all_ranks(evaluation: Evaluation, ranks: Ranks) -> np.ndarray:
+def scores_of_all_ranks(evaluation: Evaluation | None, ranks: Ranks) -> np.ndarray:
     """Rewards ``(N,)`` float32 of the answers of all ranks, in their order; each must call it.
 
+    Args:
+        evaluation: This rank's; None: it was stopped.
+        ranks: The processes.
+
     Raises:
+        EvaluationStopped: If that of a rank was stopped.
         RuntimeError: If more answers failed than may, or all of them.
     """
-    own = evaluation.rewards.detach().float().cpu().numpy()
-    gathered = ranks.gather((own, evaluation.failures, evaluation.failure_limit))
+    own = None
+    if evaluation is not None:
+        rewards = evaluation.rewards.detach().float().cpu().numpy()
+        own = rewards, evaluation.failures, evaluation.failure_limit
+    of_ranks = ranks.gather(own)
+    gathered = [each for each in of_ranks if each is not None]
+    if len(gathered) < len(of_ranks):
+        raise EvaluationStopped
     scores = np.concatenate([rewards for rewards, _, _ in gathered])
     failures = [reason for _, reasons, _ in gathered for reason in reasons]
     limit = sum(limit for _, _, limit in gathered)

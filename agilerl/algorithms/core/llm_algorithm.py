@@ -16,7 +16,7 @@ from agilerl.algorithms.checkpoint.load import load_into
 from agilerl.algorithms.checkpoint.rebuild import rebuild
 from agilerl.algorithms.checkpoint.save import save
 from agilerl.algorithms.core.action_result import action_result, unpadded_prompts
-from agilerl.algorithms.core.evaluation import evaluate, scores_of_all_ranks
+from agilerl.algorithms.core.evaluation import EvaluationStopped, evaluate, scores_of_all_ranks
 from agilerl.algorithms.core.lora_agent import LoRAAgent
 from agilerl.distributed import ranks_of
 from agilerl.llm.causal_lm import context_length, eos_token_ids
@@ -114,7 +114,9 @@ class LLMAlgorithm(LoRAAgent):
             ValueError: If ``loop`` is not positive.
         """
         ranks = ranks_of(self.accelerator)
-        with self.rollout():  # the adapter is merged once for all answers
+        evaluation = None
+        # The adapter is merged once for all answers, and all ranks leave the rollout together.
+        with self.rollout(), contextlib.suppress(EvaluationStopped):
             evaluation = evaluate(env, partial(self.get_action, training=False), loop)
         scores = scores_of_all_ranks(evaluation, ranks)
         self.fitness.append(float(scores.mean()))
