@@ -125,8 +125,7 @@ class TimeoutExecutor:
                 try:
                     outcomes = [batch.done.get(timeout=batch.seconds_left(timeout))]
                 except queue.Empty:
-                    overdue = batch.pop_overdue(timeout)
-                    outcomes = [self._abandon(batch, call, timeout) for call in overdue]
+                    outcomes = self._abandon(batch, batch.pop_overdue(timeout), timeout)
                 left -= len(outcomes)
                 yield from outcomes
         finally:
@@ -141,19 +140,27 @@ class TimeoutExecutor:
                 self._loop.stop()
                 self._loop = None
 
-    def _abandon(self, batch: _Batch, call: _Call, timeout: float) -> CallOutcome:
-        """Abandon an overdue call with its thread and start another worker for the rest."""
-        if call.future is not None:
+    def _abandon(
+        self, batch: _Batch, overdue: Sequence[_Call], timeout: float
+    ) -> list[CallOutcome]:
+        """Abandon calls with their threads and start other workers for the rest."""
+        coroutines = [call for call in overdue if call.future is not None]
+        for call in coroutines:
+            assert call.future is not None
             call.future.cancel()
-            if call.ended.wait(_STUCK_LOOP_SECONDS):
+        deadline = time.monotonic() + _STUCK_LOOP_SECONDS
+        for call in coroutines:
+            if call.ended.wait(max(deadline - time.monotonic(), 0.0)):
                 batch.abandoned.discard(call.index)
-            else:
-                self._replace_stuck_loop()
-        if batch.waiting:
+        if not all(call.ended.is_set() for call in coroutines):
+            self._replace_stuck_loop()
+        for _ in range(min(len(overdue), len(batch.waiting))):
             self._start_worker(batch)
         name = f"{self._timeout_name}=" if timeout == self.timeout else ""
-        error = TimeoutError(f"no result after {name}{timeout:g} s")
-        return CallOutcome(call.index, error=error, timed_out=True)
+        message = f"no result after {name}{timeout:g} s"
+        return [
+            CallOutcome(call.index, error=TimeoutError(message), timed_out=True) for call in overdue
+        ]
 
     def _start_worker(self, batch: _Batch) -> None:
         threading.Thread(target=self._work, args=(batch,), name=self._name, daemon=True).start()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper
+from agilerl.llm_envs.timeouts import TimeoutExecutor
 from agilerl.testing import byte_tokenizer
 from agilerl.typing import ActionResult, ReasoningPrompts
 
@@ -205,6 +206,24 @@ def test_one_that_does_not_end_when_it_is_cancelled_is_not_closed() -> None:
     env.close()
     released.set()
     assert sorted(closed) == [1, 3]
+
+
+def test_several_that_do_not_end_share_the_time_that_they_are_waited_for() -> None:
+    async def stubborn() -> None:
+        while not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    released = threading.Event()
+    unfinished: set[int] = set()
+    executor = TimeoutExecutor(0.1, workers=8)
+    start = time.monotonic()
+    outcomes = list(executor.as_completed([stubborn] * 8, unfinished=unfinished))
+    assert time.monotonic() - start < 6
+    released.set()
+    assert [outcome.timed_out for outcome in outcomes] == [True] * 8
+    assert unfinished == set(range(8))
+    executor.close()
 
 
 def test_an_interrupt_while_waiting_cancels() -> None:

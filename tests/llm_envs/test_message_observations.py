@@ -100,6 +100,34 @@ def test_a_template_without_the_role_of_tools(style: str) -> None:
     )
 
 
+def test_results_of_tools_around_a_message_of_the_user() -> None:
+    tokenizer = chat_tokenizer("mistral")
+    messages = [said("tool", "4"), said("user", "and?"), said("tool", "5")]
+    text = play(TokenObservationWrapper(Says("Hi", messages), tokenizer, 4), "A")
+    assert text == (
+        "<s>[INST]Hi[/INST]A</s>[INST]<tool_response>\n4\n</tool_response>[/INST]"
+        "[INST]and?[/INST][INST]<tool_response>\n5\n</tool_response>[/INST]"
+    )
+
+
+def test_a_template_that_takes_every_other_role_for_the_user() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['role'] +", "('assistant' if message['role'] == 'assistant' else 'user') +"
+    )
+    text = play(TokenObservationWrapper(Says("Hi", [said("tool", "4")]), tokenizer, 4), "A")
+    assert "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>" in text
+
+
+def test_nothing_has_to_be_said_when_it_is_cut_off() -> None:
+    class Short(Says):
+        def step(self, action: str) -> Any:
+            return [], 1.0, False, True, {}
+
+    wrapper = TokenObservationWrapper(Short("Hi"), byte_tokenizer(), 4)
+    assert play(wrapper, "A").endswith("A<|im_end|>")
+
+
 def test_other_keys_reach_the_template() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
@@ -182,6 +210,7 @@ HI, ASSISTANT = said("user", "Hi"), said("assistant", "A")
         (["Hi", [ASSISTANT, HI]], ValueError, r"\['assistant', 'user'\]; those of a step are"),
         (["Hi", [said("system", "x"), HI]], ValueError, "those of a step are the user's"),
         ([[HI, ASSISTANT]], ValueError, "the last one, which the model answers, must be"),
+        ([[said("system", "x")]], ValueError, "the last one, which the model answers, must be"),
         ([[HI, said("system", "x"), HI]], ValueError, "system message can only be the first"),
     ],
 )

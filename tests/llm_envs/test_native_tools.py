@@ -126,6 +126,18 @@ def test_a_tokenizer_with_a_template_of_its_own_for_tools() -> None:
     assert json.dumps(SCHEMA) in prompt["text"]
 
 
+def test_it_is_used_for_later_turns_too() -> None:
+    tokenizer = chat_tokenizer("strict")
+    tokenizer.chat_template = {
+        "default": chat_tokenizer("chatml").chat_template,
+        "tool_use": tokenizer.chat_template,  # moves the tools, so that the text is rewritten
+    }
+    wrapper = TokenObservationWrapper(Echo(), tokenizer, 4, tools=[calculator])
+    prompt, _ = wrapper.reset()
+    prompt, *_ = wrapper.step(answer(wrapper, prompt, "A"))
+    assert prompt["text"].endswith("[user]Hi</s>[assistant]A</s>[user]A</s>[assistant]")
+
+
 def test_a_template_that_shows_no_tools_is_refused() -> None:
     with pytest.raises(ValueError, match="does not show tools: a conversation reads the same"):
         wrapped(Echo(), "chatml", tools=[calculator])

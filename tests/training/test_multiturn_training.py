@@ -379,3 +379,40 @@ def test_agents_are_tested_on_fixed_episodes() -> None:
     assert len(agent.fitness) == 2
     with pytest.raises(TypeError, match="must be a ReasoningGym, a SyncMultiTurnVecEnv"):
         agent.test(Echo())
+
+
+def test_training_with_coroutines_messages_and_native_tools() -> None:
+    """Their rows are what was seen and sampled, and they are learned from."""
+
+    class Remote(Echo):
+        async def reset(self, seed: int | None = None) -> Any:  # type: ignore[override]
+            text, info = super().reset(seed)
+            return [{"role": "system", "content": "Hi"}, {"role": "user", "content": text}], info
+
+        async def step(self, action: str) -> Any:  # type: ignore[override]
+            text, *rest = super().step(action)
+            return [{"role": "tool", "name": "search", "content": text}], *rest
+
+    def search(query: str) -> str:
+        """Finds pages.
+
+        Args:
+            query: What to look for.
+        """
+        return query
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ tools | tojson if tools else '' }}" + tokenizer.chat_template
+
+    def make() -> TokenObservationWrapper:
+        return TokenObservationWrapper(Remote(), tokenizer, max_turns=3, tools=[search])
+
+    agent = make_agent(max_model_len=512)
+    before = {name: p.detach().clone() for name, p in agent.policy.parameters().items()}
+    rows = finetune([agent], env_factory=make)
+    assert [float(row["turns_mean"]) for row in rows[1:]] == [3.0, 3.0]
+    assert [float(row["failed_completions"]) for row in rows[1:]] == [0.0, 0.0]
+    assert any(not torch.equal(before[n], p) for n, p in agent.policy.parameters().items())
+    sample = json.loads((Path("run") / "completions.jsonl").read_text().splitlines()[-1])
+    assert '"description": "Finds pages."' in sample["question"]
+    assert "<|im_start|>tool\nturn 2<|im_end|>" in sample["completion"]
