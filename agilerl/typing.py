@@ -49,6 +49,15 @@ class ActionResult:
     finish_reasons: list[list[str]] | None = None
     """Per prompt and row: ``"stop"`` (end of sequence, or a stop sequence) or ``"length"``."""
 
+    @property
+    def truncated(self) -> torch.Tensor | None:
+        """``(P, G)`` bool: completions that were cut off by their length; None if not known."""
+        if self.finish_reasons is None:
+            return None
+        import torch
+
+        return torch.tensor([[each == "length" for each in group] for group in self.finish_reasons])
+
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
         return iter((self.completion_ids, self.action_masks))
 

@@ -13,6 +13,7 @@ from agilerl.algorithms.core.learn_inputs import (
     add_sampling_logps,
     check_sample_mask,
     check_trajectory_ids,
+    check_truncated,
     shape_rewards,
 )
 from agilerl.algorithms.core.llm_algorithm import LLMAlgorithm
@@ -141,6 +142,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             that completes a text is the completion's last. Only generated text is searched, with
             special tokens as their text, from token ``min_output_tokens + 1`` on. The model's
             tokenizer must lie beside it (see ``model_name``). None: only the end of sequence.
+        mask_truncated_completions: Leave completions that were cut off by their length, and
+            truncated episodes, out of the loss and its normalisers; their rewards still count in
+            their groups' means and stds.
 
     Raises:
         ValueError: For a value out of range, named with what is allowed.
@@ -213,6 +217,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         *,
         loss_reduction: Reduction | None = None,
         stop_sequences: str | Sequence[str] | None = None,
+        mask_truncated_completions: bool = False,
     ) -> None:
         super().__init__(locals())
         if action_granularity is not None:
@@ -227,6 +232,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         *,
         trajectory_ids: Sequence[int] | torch.Tensor | None = None,
         sample_mask: torch.Tensor | Sequence[Any] | None = None,
+        truncated: torch.Tensor | Sequence[Any] | None = None,
     ) -> dict[str, float]:
         """Update the actor on whole groups of completions.
 
@@ -246,6 +252,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
                 if its rows were not in the batch, of its group's mean and std too. Its reward may
                 be anything. A group with fewer than two left has no advantages; if all are left
                 out, on all processes, the weights stay, and a warning says so. None: all count.
+            truncated: Bool, shaped as ``sample_mask``: True for trajectories that were cut off,
+                such as ``get_action(...).truncated``. Read with ``mask_truncated_completions``
+                only, which needs it.
 
         Returns:
             ``mean_loss``, ``mean_kl`` (nan with ``beta=0``, which spares the reference pass),
@@ -260,8 +269,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             were run: with ``beta=0`` those whose advantage is not zero.
 
         Raises:
-            TypeError: If ``sample_mask`` is not of True and False.
-            ValueError: If shapes disagree, groups are incomplete, or a reward is not finite.
+            TypeError: If ``sample_mask`` or ``truncated`` is not of True and False.
+            ValueError: If shapes disagree, groups are incomplete, or a reward is not finite; if
+                ``truncated`` is needed and None.
             RuntimeError: Within :meth:`rollout`; or if there are several processes, and the agent
                 is not wrapped.
             NonFiniteUpdateError: If three optimizer steps in a row had a non-finite loss or
@@ -299,7 +309,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             ranks,
             kept,
         )
-        batch = replace(batch, advantages=advantages, loss_mask=loss_mask).of_trajectories(kept)
+        batch = replace(batch, advantages=advantages, loss_mask=loss_mask)
+        cut_off = self._masked(truncated, trajectories).to(batch.device)
+        batch, generated = batch.of_trajectories(kept & ~cut_off), batch.of_trajectories(kept)
 
         self.engine.set_lr(list(self.learning_rates().values()))
         metrics = run_update(
@@ -314,7 +326,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         )
         self.engine.advance_schedule()
         equal_groups = zero_variance_groups(returns, self.group_size, kept)
-        return {**metrics.result(), **batch_metrics(batch, equal_groups, ranks)}
+        return {**metrics.result(), **batch_metrics(batch, generated, equal_groups, ranks)}
 
     def sampling_config(self, training: bool = True) -> SamplingConfig:
         """How completions are drawn, from the attributes as they are now.
@@ -324,6 +336,12 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         """
         correct = self.vllm_importance_sampling_correction and self.generator.differs_from_trainer
         return replace(super().sampling_config(training), return_logps=training and correct)
+
+    def _masked(self, truncated: Any, trajectories: int) -> torch.Tensor:
+        """``(N,)`` bool: the trajectories that ``mask_truncated_completions`` leaves out."""
+        if not self.mask_truncated_completions:
+            return torch.zeros(trajectories, dtype=torch.bool)
+        return check_truncated(truncated, trajectories, self.group_size)
 
     def _with_rows(
         self,

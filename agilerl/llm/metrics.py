@@ -83,20 +83,28 @@ class UpdateMetrics:
 
 
 def batch_metrics(
-    batch: TrainBatch, zero_variance_groups: int, ranks: Ranks
+    batch: TrainBatch, generated: TrainBatch, zero_variance_groups: int, ranks: Ranks
 ) -> Mapping[str, float]:
     """What is known of all ranks' batches without a forward; lengths in generated tokens.
 
-    It is over the rows with an action; if no rank has any, a warning says that nothing was trained.
+    It is over the rows with an action; if no rank has any to train, a warning says so.
+
+    Args:
+        batch: The rows that are trained.
+        generated: Those and the truncated ones that are masked.
+        zero_variance_groups: Of this rank.
+        ranks: The processes.
     """
     assert batch.advantages is not None
     count, mean, std = mean_and_std(batch.advantages[batch.loss_mask], ranks)
-    with_action = int(batch.action_mask.any(1).sum())
-    own = torch.tensor([float(batch.action_mask.sum()), with_action, zero_variance_groups])
-    tokens, rows, equal_groups = ranks.sum(own.double()).tolist()
-    if not rows and ranks.rank == 0:
+    tokens, rows = generated.action_mask.sum(), generated.action_mask.any(1).sum()
+    trained = batch.action_mask.any(1).sum()
+    own = [float(number) for number in (tokens, rows, trained, zero_variance_groups)]
+    tokens, rows, trained, equal_groups = ranks.sum(torch.tensor(own).double()).tolist()
+    if not trained and ranks.rank == 0:
         logger.warning(
-            "update skipped: sample_mask leaves out every trajectory that has a generated token"
+            "update skipped: %s every trajectory that has a generated token",
+            "mask_truncated_completions leaves out" if rows else "sample_mask leaves out",
         )
     return {
         "advantage_mean": mean,

@@ -146,6 +146,16 @@ def named_reward_statistics(experience: Experience) -> dict[str, float]:
     return statistics
 
 
+def truncation_statistics(truncated: torch.Tensor | None, kept: torch.Tensor) -> dict[str, float]:
+    """Share of the completions or episodes that count (bool, as ``truncated``) that were cut off.
+
+    None where it is not known, or none counts.
+    """
+    if truncated is None or not bool(kept.any()):
+        return {}
+    return {"truncated_share": float(truncated[kept].float().mean())}
+
+
 def time_statistics(experience: Experience, learning_seconds: float) -> dict[str, float]:
     """Seconds of each stage, and tokens generated per second of all three together."""
     seconds = experience.generation_seconds + experience.environment_seconds + learning_seconds
@@ -163,6 +173,23 @@ def has_reward_variance(experience: Experience) -> bool:
     kept = experience.kept.reshape(-1)
     groups = int(comparable(kept, group_size).reshape(-1, group_size).any(1).sum())
     return zero_variance_groups(experience.rewards.reshape(-1), group_size, kept) < groups
+
+
+def remedy_for_flat_rewards(experience: Experience) -> str:
+    """Names truncation where most answers were cut off before they could earn anything."""
+    share = experience.metrics.get("truncated_share", 0.0)
+    if share > 0.5:
+        what, limits = "completions", "max_output_tokens or max_model_len"
+        if "turns_mean" in experience.metrics:
+            what, limits = "episodes", "max_turns or max_model_len"
+        return (
+            f"The likely cause: {share:.0%} of its {what} were cut off before their end. Raise "
+            f"{limits}, or ask for shorter answers."
+        )
+    return (
+        "Look at completions.jsonl, and make the task easier or harder, the reward finer, the "
+        "temperature higher or the group larger."
+    )
 
 
 def samples_to_show(failures: Sequence[str | None], group_size: int) -> list[int]:

@@ -22,6 +22,7 @@ from agilerl.training.experience import (
     gather_statistics,
     has_reward_variance,
     named_reward_statistics,
+    remedy_for_flat_rewards,
     reward_statistics,
     time_statistics,
 )
@@ -327,12 +328,12 @@ class TrainingLoop:
             logger.warning(
                 "%s agent %d learns nothing: in the last %d iterations (%d to %d) no group held "
                 "two different rewards, so all advantages were zero. The mean reward of the last "
-                "one was %.4g. Look at completions.jsonl, and make the task easier or harder, the "
-                "reward finer, the temperature higher or the group larger.",
+                "one was %.4g. %s",
                 member.agent.algo,
                 member.agent.index,
                 FLAT_WINDOW,
                 self.iteration - FLAT_WINDOW + 1,
                 self.iteration,
                 float(experience.kept_rewards.mean()),
+                remedy_for_flat_rewards(experience),
             )

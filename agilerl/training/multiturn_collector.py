@@ -9,7 +9,12 @@ from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training.evaluation import WatchedEnv
-from agilerl.training.experience import Experience, Sample, samples_to_show
+from agilerl.training.experience import (
+    Experience,
+    Sample,
+    samples_to_show,
+    truncation_statistics,
+)
 from agilerl.training.protocols import Agent
 from agilerl.training.rollouts import roll_out
 
@@ -127,6 +132,7 @@ class EpisodeRollout:
         learn_arguments: dict[str, Any] = {
             "turn_ids": episodes.turn_ids,
             "sampling_logps": episodes.sampling_logps,
+            "truncated": episodes.truncated,
         }
         if len(episodes.trajectory_ids) > len(episodes.turns):
             learn_arguments["trajectory_ids"] = episodes.trajectory_ids
@@ -154,7 +160,7 @@ def _episode_metrics(episodes: Episodes) -> dict[str, float]:
         return {}
     return {
         "turns_mean": float(episodes.turns[kept].float().mean()),
-        "truncated_share": float(episodes.truncated[kept].float().mean()),
+        **truncation_statistics(episodes.truncated, kept),
     }
 
 

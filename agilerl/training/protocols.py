@@ -67,6 +67,7 @@ class Agent(Protocol):
         *,
         trajectory_ids: Any = None,
         sample_mask: Any = None,
+        truncated: Any = None,
     ) -> dict[str, float]: ...
 
     def test(self, env: Any) -> np.ndarray: ...

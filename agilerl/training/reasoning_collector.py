@@ -13,7 +13,12 @@ import torch
 from agilerl.checks import missing_members, require, warn_once
 from agilerl.llm_envs.completion_checks import takes_action
 from agilerl.training.evaluation import WatchedEnv
-from agilerl.training.experience import Experience, Sample, samples_to_show
+from agilerl.training.experience import (
+    Experience,
+    Sample,
+    samples_to_show,
+    truncation_statistics,
+)
 from agilerl.training.protocols import (
     Agent,
     FailureReportingEnv,
@@ -147,6 +152,9 @@ class ReasoningCollector:
         learn_arguments: dict[str, Any] = {"sampling_logps": result.sampling_logps}
         if not bool(sample_mask.all()):
             learn_arguments["sample_mask"] = sample_mask
+        truncated = result.truncated
+        if truncated is not None:
+            learn_arguments["truncated"] = truncated
         completions = self.env.last_completions
         return Experience(
             experiences=(result.completion_ids, result.action_masks, rewards),
@@ -156,6 +164,7 @@ class ReasoningCollector:
             generation_seconds=generation_seconds,
             environment_seconds=seconds,
             learn_arguments=learn_arguments,
+            metrics=truncation_statistics(truncated, sample_mask),
             named_rewards=named,
             sample_mask=sample_mask,
             failed_completions=sum(reason is not None for reason in failures),

@@ -32,7 +32,7 @@ CONTRACT: list[tuple[str, Any]] = [
     ("quantization_config", None), ("activation_offload", False), ("lora_target_scope", None),
     ("fused_loss_chunk_rows", None), ("vllm_importance_sampling_correction", True),
     ("vllm_importance_sampling_cap", 2.0), ("use_sequence_packing", False),
-    ("loss_reduction", None), ("stop_sequences", None),
+    ("loss_reduction", None), ("stop_sequences", None), ("mask_truncated_completions", False),
 ]  # fmt: skip
 PINNED = {GSPO: "gspo", CISPO: "cispo"}
 
@@ -53,7 +53,7 @@ def test_gspo_and_cispo_are_grpo_without_the_loss_type(cls: type[GRPO]) -> None:
 @pytest.mark.parametrize("cls", [GRPO, *PINNED])
 def test_only_the_last_are_keyword_only(cls: type[GRPO]) -> None:
     kinds = {name: p.kind for name, p in inspect.signature(cls).parameters.items()}
-    for name in ("loss_reduction", "stop_sequences"):
+    for name in ("loss_reduction", "stop_sequences", "mask_truncated_completions"):
         assert kinds.pop(name) is inspect.Parameter.KEYWORD_ONLY
     assert set(kinds.values()) == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 

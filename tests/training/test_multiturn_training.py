@@ -198,6 +198,14 @@ def test_the_agents_context_is_the_environments() -> None:
     assert float(rows[-1]["turns_mean"]) < 3
 
 
+def test_episodes_that_were_cut_off_are_not_trained_if_so_asked() -> None:
+    """All of them are: nothing is left to train."""
+    agent = make_agent(max_model_len=80, mask_truncated_completions=True)
+    rows = finetune([agent], max_steps=8)
+    assert float(rows[-1]["truncated_share"]) == 1.0
+    assert float(rows[-1]["grad_norm"]) == 0.0
+
+
 @pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO])
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])
 def test_a_sliding_window_plays_on_and_trains_every_turn(cls: type[GRPO], credit: str) -> None:

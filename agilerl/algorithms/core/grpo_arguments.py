@@ -54,6 +54,7 @@ class GRPOArguments(LLMArguments):
     loss_reduction: Reduction | None = argument(
         OneOf((None, "sequence", "token", "constant", "sum")), None
     )
+    mask_truncated_completions: bool = argument(FLAG, False)
 
     @classmethod
     def check_together(cls, arguments: Mapping[str, Any]) -> None:

@@ -26,25 +26,44 @@ def check_sample_mask(sample_mask: Any, trajectories: int, group_size: int) -> t
     """
     if sample_mask is None:
         return torch.ones(trajectories, dtype=torch.bool)
+    return _flags("sample_mask", sample_mask, trajectories, group_size)
+
+
+def check_truncated(truncated: Any, trajectories: int, group_size: int) -> torch.Tensor:
+    """Which trajectories were cut off, ``(N,)`` bool; arguments and errors as for ``sample_mask``.
+
+    Raises:
+        ValueError: If ``truncated`` is None.
+    """
+    require(
+        truncated is not None,
+        "truncated is None, but mask_truncated_completions is True, so learn() has to be told "
+        "which completions were cut off: pass truncated=action.truncated, of what get_action "
+        "returned",
+    )
+    return _flags("truncated", truncated, trajectories, group_size)
+
+
+def _flags(name: str, value: Any, trajectories: int, group_size: int) -> torch.Tensor:
+    """True or False per trajectory, ``(N,)`` bool."""
     try:
-        kept = torch.as_tensor(sample_mask)
+        flags = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"sample_mask is {shorten(sample_mask)}, no array ({error}); pass True or False per "
-            "trajectory"
+            f"{name} is {shorten(value)}, no array ({error}); pass True or False per trajectory"
         ) from error
     require(
-        kept.dtype == torch.bool,
-        f"sample_mask has the type {kept.dtype}; pass True or False per trajectory, such as "
-        "sample_mask.bool()",
+        flags.dtype == torch.bool,
+        f"{name} has the type {flags.dtype}; pass True or False per trajectory, such as "
+        f"{name}.bool()",
         TypeError,
     )
     require(
-        tuple(kept.shape) in ((trajectories,), (trajectories // group_size, group_size)),
-        f"sample_mask has shape {tuple(kept.shape)} for {trajectories} completions in groups of "
+        tuple(flags.shape) in ((trajectories,), (trajectories // group_size, group_size)),
+        f"{name} has shape {tuple(flags.shape)} for {trajectories} completions in groups of "
         f"{group_size}; pass (prompts, group_size) or (completions,)",
     )
-    return kept.reshape(-1)
+    return flags.reshape(-1)
 
 
 def shape_rewards(

@@ -28,6 +28,7 @@ FIRST_COLUMNS = (
     "reward_std",
     "accuracy",
     "failed_completions",
+    "truncated_share",
     "fitness",
     "eval_accuracy",
     "tokens_per_second",
