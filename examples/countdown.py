@@ -41,7 +41,16 @@ CONVERSATION = [
     {"role": "assistant", "content": "<think>"},
 ]
 TINY = {"group_size": 16, "lr": 1e-3, "max_output_tokens": 24, "batch_size": 512}
-REAL = {"group_size": 8, "lr": 2e-5, "max_output_tokens": 1024, "batch_size": 64}
+REAL = {
+    "group_size": 8,
+    "lr": 2e-5,
+    "batch_size": 64,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": None,
+    "max_output_tokens": 1024,
+    "max_model_len": 1280,
+}
 
 
 def equation(completion: str, nums: list[int], target: int) -> float:

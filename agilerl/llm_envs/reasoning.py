@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, Number, require
 from agilerl.llm.prompts import Conversation, PromptEncoder
 from agilerl.llm_envs.dataset import PromptReader, Splits
-from agilerl.llm_envs.dataset.procedural import ProceduralTask, beside, default_template
+from agilerl.llm_envs.dataset.procedural import ProceduralTask, default_template, with_task_score
 from agilerl.llm_envs.failures import OnFailure
 from agilerl.llm_envs.rewards import RewardFunctions, RewardPool
 from agilerl.llm_envs.rewards.columns import OFFERED, CompletionReader, dataset_columns
@@ -185,7 +185,8 @@ class ReasoningGym(SingleTurnEnvironment):
                 that none is left to be held out.
         """
         source = ProceduralTask(task, size, seed, test_size, config, answer_tag)
-        rewards, template = beside(source, reward_fn), conversation_template or default_template()
+        rewards = with_task_score(source, reward_fn)
+        template = conversation_template or default_template()
         env = cls(
             source.train, source.test, tokenizer, rewards, template, seed=source.seed, **settings
         )

@@ -11,6 +11,7 @@ from reasoning_gym.factory import DATASETS
 
 from agilerl.llm_envs import ReasoningGym
 from agilerl.testing import byte_tokenizer
+from agilerl.typing import ActionResult
 
 QUESTION_ONLY = [{"role": "user", "content": "{question}"}]
 
@@ -63,6 +64,30 @@ def test_questions_are_given_by_the_seed_and_held_out_ones_are_others() -> None:
         held_out = env.questions
     assert len(set(held_out)) == len(held_out) == 20
     assert not trained & set(held_out)
+
+
+def test_many_training_questions_leave_others_to_be_held_out() -> None:
+    env = make("chain_sum", size=3000, test_size=3, answer_tag=None)
+    assert (len(env), len(env.evaluate(answer_nothing).questions)) == (3000, 3)
+
+
+def answer_nothing(prompts: Any) -> ActionResult:
+    end = torch.tensor([[byte_tokenizer().eos_token_id]])
+    return ActionResult([torch.cat([p["input_ids"], end], 1) for p in prompts], [])
+
+
+@pytest.mark.parametrize(("error", "failures"), [(ValueError, 0), (ConnectionError, 2)])
+def test_only_what_cannot_be_read_is_worth_nothing(
+    error: type[Exception], failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = make("chain_sum", size=2, test_size=0, on_failure="drop", max_failure_share=1.0)
+
+    def fail(self: Any, answer: str, entry: Any) -> float:
+        raise error
+
+    monkeypatch.setattr(type(reasoning_gym.create_dataset("chain_sum")), "score_answer", fail)
+    assert step_with(env, ["<answer>1</answer>"] * 2) == [0.0, 0.0]
+    assert sum(reason is not None for (reason,) in env.last_failures) == failures
 
 
 def test_a_dataset_goes_in_as_it_is() -> None:
@@ -118,6 +143,7 @@ def test_few_questions(caplog: pytest.LogCaptureFixture) -> None:
         ({"config": {"terms": 2}}, ValueError, "chain_sum does not take {'terms': 2"),
         ({"config": {"min_terms": 0}}, ValueError, "chain_sum does not take {'min_terms': 0"),
         ({"size": 0}, ValueError, "size"),
+        ({"reward_fn": {"score_answer": len}}, ValueError, "reward_fn has the name 'score_answer'"),
         ({"test_size": -1}, ValueError, "test_size"),
         ({"answer_tag": 2}, TypeError, "answer_tag"),
         (

@@ -21,6 +21,9 @@ _SIZE, _SEED = 1000, 42
 _MOST_DRAWS = 20
 """Questions drawn for each held-out one that is asked for, as some repeat training questions."""
 
+# What some tasks raise for an answer of another form. Anything else is a failure of the task.
+_UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, SyntaxError)
+
 Entry = Mapping[str, Any]
 """What a task generates: ``question``, ``answer`` (None where many are right), ``metadata``."""
 
@@ -75,8 +78,7 @@ class ProceduralTask:
         answer = completion.strip() if self._answer_tag is None else self._extract(completion)
         try:
             return float(self._dataset.score_answer(answer, dict(entry)))
-        # Some tasks fail on an answer of another form, each with exceptions of its own.
-        except Exception:  # noqa: BLE001
+        except _UNREADABLE:
             return 0.0
 
     def _extract(self, completion: str) -> str | None:
@@ -89,7 +91,9 @@ class ProceduralTask:
         if not test_size:
             return []
         draws = _MOST_DRAWS * test_size
-        config = dataclasses.replace(self._dataset.config, size=draws, seed=self.seed + 1)
+        # reasoning-gym makes question i from seed + i: with the next seed nearly all would repeat.
+        seed = self.seed + len(entries)
+        config = dataclasses.replace(self._dataset.config, size=draws, seed=seed)
         source = type(self._dataset)(config)
         seen = {entry["question"] for entry in entries}
         found: list[Entry] = []
@@ -127,11 +131,20 @@ def _row(entry: Entry) -> dict[str, Any]:
     return {**entry, "entry": entry}
 
 
-def beside(task: ProceduralTask, reward_fn: RewardFunctions | None) -> RewardFunctions:
-    """The task's own reward and those of the user."""
+def with_task_score(task: ProceduralTask, reward_fn: RewardFunctions | None) -> RewardFunctions:
+    """The task's own reward and those of the user.
+
+    Raises:
+        ValueError: One of the user's is called ``score_answer`` too.
+    """
     if reward_fn is None:
         return task.score_answer
     if isinstance(reward_fn, Mapping):
+        require(
+            "score_answer" not in reward_fn,
+            "reward_fn has the name 'score_answer', which is the task's own reward; name it "
+            "otherwise",
+        )
         return {"score_answer": task.score_answer, **reward_fn}
     others = reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]
     return [task.score_answer, *others]
