@@ -113,6 +113,7 @@ class Number:
     optional: bool = False
     open_low: bool = False
     finite: bool = True
+    open_high: bool = False
 
     def __call__(self, name: str, value: Any) -> None:
         """Raise TypeError or ValueError unless ``value`` fits."""
@@ -126,13 +127,15 @@ class Number:
             TypeError,
         )
         inside = self.low < value if self.open_low else self.low <= value
+        inside &= value < self.high if self.open_high else value <= self.high
         finite = self.integer or not self.finite or math.isfinite(value)
         least = "above" if self.open_low else "at least"
         allowed = [] if math.isinf(self.low) else [f"{least} {self.low:g}"]
-        allowed += [] if math.isinf(self.high) else [f"at most {self.high:g}"]
+        most = "below" if self.open_high else "at most"
+        allowed += [] if math.isinf(self.high) else [f"{most} {self.high:g}"]
         allowed += [] if finite else ["finite"]
         require(
-            inside and value <= self.high and finite,
+            inside and finite,
             f"{name} is {value}; it must be {' and '.join(allowed)}",
         )
 

@@ -14,6 +14,7 @@ from agilerl.algorithms.core.learn_inputs import (
     check_sample_mask,
     check_trajectory_ids,
     check_truncated,
+    require_sampling_logps,
     shape_rewards,
 )
 from agilerl.algorithms.core.llm_algorithm import LLMAlgorithm
@@ -24,7 +25,10 @@ from agilerl.llm.advantages import compute_advantages, zero_variance_groups
 from agilerl.llm.batch import TrainBatch, make_batch
 from agilerl.llm.config import (
     AdvNorm,
+    Baseline,
     CosineLRScheduleConfig,
+    ImportanceAnchor,
+    ImportanceCorrection,
     LossType,
     RatioLevel,
     Reduction,
@@ -61,8 +65,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         model_config: Keyword arguments for ``from_pretrained``.
         hp_config: Hyperparameters that evolution may mutate, with their limits: of ``lr``,
             ``beta``, ``clip_coef``, ``group_size``, ``batch_size``, ``micro_batch_size_per_gpu``,
-            ``update_epochs``, ``temperature``, ``max_grad_norm``, ``adv_clip_range`` and
-            ``vllm_importance_sampling_cap``.
+            ``update_epochs``, ``temperature``, ``max_grad_norm``, ``adv_clip_range``,
+            ``entropy_coef`` and ``vllm_importance_sampling_cap``.
         index: Place in a population.
         batch_size: Sequences per optimizer step, over all processes: a multiple of their number.
         beta: Weight of the KL penalty towards the reference policy; with 0 the reference forward is
@@ -71,6 +75,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         clip_coef: c clips the ratio to ``[1 - c, 1 + c]``; a tuple is the absolute band
             ``(lo, hi)``. For CISPO use ``(0.0, 5.0)``: a positive lower bound raises the weight of
             tokens that have become less likely.
+        dual_clip: c > 1: where the advantage is negative, a token's loss is at most c times its
+            magnitude; None: off. Not for cispo.
         max_grad_norm: Norm to which gradients are clipped.
         update_epochs: Passes over each batch of rollouts.
         group_size: Completions per prompt, at least 2: advantages are relative to the group.
@@ -107,7 +113,10 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             None: off.
         use_liger_loss: Not supported yet.
         use_kl_advantage_shaping: Put the KL into the advantages instead of the loss.
-        adv_norm: ``"mean_std"`` or ``"mean_only"`` within groups.
+        adv_norm: What advantages are divided by: ``"mean_std"`` the std of the group,
+            ``"mean_only"`` nothing, ``"batch_std"`` the std of all returns of the batch.
+        advantage_baseline: What is subtracted from a return: ``"group_mean"``, or
+            ``"leave_one_out"``, the mean of the group's others.
         loss_type: ``"grpo"``, ``"gspo"`` or ``"cispo"``.
         importance_sampling_level: Unit over which the log-ratio is averaged: ``"token"``,
             ``"turn"`` or ``"trajectory"``; None: trajectory for gspo, else token.
@@ -133,11 +142,23 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         vllm_importance_sampling_correction: Weight tokens by the ratio of the trainer's to the
             sampler's probability, where ``learn`` is given the sampler's log-probs.
         vllm_importance_sampling_cap: Upper bound of that weight; ``float("inf")``: none.
+        importance_correction: What the bounds do: ``"token_truncate"`` lowers the weight of a token
+            to the cap, ``"token_mask"`` drops tokens outside the bounds, ``"geometric_mask"``
+            sequences whose geometric mean is outside. ``"sequence_truncate"`` and
+            ``"sequence_mask"`` weight a sequence by the product of its tokens' weights.
+        importance_floor: Lower bound, for the masks; None: 0.
+        importance_anchor: Whose log-probs ratios are against: ``"old"``, the policy before the
+            update, or ``"sampler"``, those that the sampler reported: then there is nothing to
+            correct, and the pass that computes old log-probs is spared.
         use_sequence_packing: Not supported yet.
         loss_reduction: What the loss is averaged over: ``"sequence"`` (the mean over sequences of
             each one's mean), ``"token"`` (the mean over all tokens), ``"constant"`` (divided by
-            sequences times ``max_output_tokens``) or ``"sum"``; None: token for cispo, else
-            sequence.
+            sequences times ``max_output_tokens``), ``"sum"`` or ``"prompt"`` (the mean over prompts
+            of the mean over all tokens of their completions); None: token for cispo, else sequence.
+        entropy_coef: Weight of the entropy bonus.
+        top_entropy_quantile: Only the tokens with most entropy are trained, all but this share of a
+            mini-batch; None: all. KL and entropy bonus are of all tokens. Takes a forward over the
+            first mini-batch more.
         stop_sequences: Texts that end a completion, such as ``["</answer>"]``, or one; the token
             that completes a text is the completion's last. Only generated text is searched, with
             special tokens as their text, from token ``min_output_tokens + 1`` on. The model's
@@ -218,6 +239,13 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         loss_reduction: Reduction | None = None,
         stop_sequences: str | Sequence[str] | None = None,
         mask_truncated_completions: bool = False,
+        importance_anchor: ImportanceAnchor = "old",
+        importance_correction: ImportanceCorrection = "token_truncate",
+        importance_floor: float | None = None,
+        dual_clip: float | None = None,
+        advantage_baseline: Baseline = "group_mean",
+        entropy_coef: float = 0.0,
+        top_entropy_quantile: float | None = None,
     ) -> None:
         super().__init__(locals())
         if action_granularity is not None:
@@ -312,6 +340,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         batch = replace(batch, advantages=advantages, loss_mask=loss_mask)
         cut_off = self._masked(truncated, trajectories).to(batch.device)
         batch, generated = batch.of_trajectories(kept & ~cut_off), batch.of_trajectories(kept)
+        if self.importance_anchor == "sampler":
+            require_sampling_logps(batch, ranks)
 
         self.engine.set_lr(list(self.learning_rates().values()))
         metrics = run_update(
@@ -331,11 +361,12 @@ class GRPO(GRPOArguments, LLMAlgorithm):
     def sampling_config(self, training: bool = True) -> SamplingConfig:
         """How completions are drawn, from the attributes as they are now.
 
-        With log-probs where a correction needs them: a generator that is the trainer's own model
-        leaves nothing to correct.
+        With log-probs where ratios are against them, and where a correction needs them: a
+        generator that is the trainer's own model leaves nothing to correct.
         """
         correct = self.vllm_importance_sampling_correction and self.generator.differs_from_trainer
-        return replace(super().sampling_config(training), return_logps=training and correct)
+        wanted = correct or self.importance_anchor == "sampler"
+        return replace(super().sampling_config(training), return_logps=training and wanted)
 
     def _masked(self, truncated: Any, trajectories: int) -> torch.Tensor:
         """``(N,)`` bool: the trajectories that ``mask_truncated_completions`` leaves out."""
@@ -352,7 +383,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         """The batch with what :meth:`learn` is given per row; see there."""
         if trajectory_ids is not None:
             batch = replace(batch, trajectory_ids=check_trajectory_ids(trajectory_ids, len(batch)))
-        if self.vllm_importance_sampling_correction:
+        if self.loss_reduction == "prompt":
+            batch = replace(batch, group_ids=batch.trajectory_of_row // self.group_size)
+        if self.vllm_importance_sampling_correction or self.importance_anchor == "sampler":
             rows = [None] * len(batch) if sampling_logps is None else sampling_logps
             # Where the sampler of any rank reported some, all ranks correct, others by a weight of
             # 1: the means of the weights are over all rows.

@@ -1,6 +1,7 @@
 """Rewards to advantages: group-relative, per trajectory or per turn, then filter, whiten, clip.
 
-Source: GRPO, https://arxiv.org/abs/2402.03300, eq. 3 and section 4.1.
+Sources: GRPO https://arxiv.org/abs/2402.03300, eq. 3 and section 4.1; ``"leave_one_out"`` (RLOO)
+https://arxiv.org/abs/2402.14740; ``"batch_std"`` https://arxiv.org/abs/2508.08221.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 from agilerl.checks import require, warn_once
 from agilerl.distributed import Ranks, mean_and_std
-from agilerl.llm.config import AdvantageConfig, AdvNorm
+from agilerl.llm.config import AdvantageConfig, AdvNorm, Baseline
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +27,25 @@ def group_relative(
     group_size: int,
     norm: AdvNorm = "mean_std",
     kept: torch.Tensor | None = None,
+    *,
+    baseline: Baseline = "group_mean",
+    ranks: Ranks | None = None,
 ) -> torch.Tensor:
-    """Centre (and scale) the returns of each contiguous group on the group's mean (and std).
+    """Centre (and scale) the returns of each contiguous group.
+
+    ``[3, 1, 1, 1]`` is centred to ``[1.5, -.5, -.5, -.5]`` on the group's mean, and to
+    ``[2, -.67, -.67, -.67]`` on the mean of the others.
 
     Args:
         rewards: ``(N,)`` returns, N a multiple of ``group_size``; or ``(N, U)`` rewards per turn,
             whose sums are the returns.
         group_size: Members per group.
-        norm: ``"mean_std"`` divides by ``std + 1e-8`` (unbiased std), ``"mean_only"`` does not.
+        norm: ``"mean_std"`` divides by ``std + 1e-8`` (unbiased std of those that the mean is of),
+            ``"batch_std"`` by that of all returns that count, ``"mean_only"`` does not. A member
+            whose others are all equal is divided by the std of the group.
         kept: ``(N,)`` bool: the members that count; None: all of them.
+        baseline: What a return is compared with: the mean of its group, or of the group's others.
+        ranks: The processes whose returns ``"batch_std"`` is over, a collective; None: this one.
 
     Returns:
         ``(N,)`` advantages, exactly 0 in a group whose returns are equal up to rounding, in one
@@ -42,7 +53,9 @@ def group_relative(
     """
     returns, magnitude = _returns(rewards)
     played = torch.ones_like(returns, dtype=torch.bool) if kept is None else kept
-    return _in_groups(returns, magnitude, played, group_size, norm).to(_result_dtype(rewards))
+    scale = mean_and_std(returns[played], ranks or Ranks())[2] if norm == "batch_std" else None
+    advantages = _in_groups(returns, magnitude, played, group_size, norm, baseline, scale)
+    return advantages.to(_result_dtype(rewards))
 
 
 def group_relative_per_turn(
@@ -51,6 +64,9 @@ def group_relative_per_turn(
     group_size: int,
     norm: AdvNorm = "mean_std",
     kept: torch.Tensor | None = None,
+    *,
+    baseline: Baseline = "group_mean",
+    ranks: Ranks | None = None,
 ) -> torch.Tensor:
     """Group-relative advantage of every turn over the members that played it.
 
@@ -58,8 +74,10 @@ def group_relative_per_turn(
         rewards: ``(N, U)`` reward per turn, 0 where not played.
         played: ``(N, U)`` bool.
         group_size: Members per group.
-        norm: As in :func:`group_relative`.
+        norm: As in :func:`group_relative`; ``"batch_std"`` is that of a turn's rewards.
         kept: As there.
+        baseline: As there.
+        ranks: As there.
 
     Returns:
         ``(N, U)``; a turn that fewer than two members of the group reached takes the
@@ -68,16 +86,36 @@ def group_relative_per_turn(
     if kept is not None:
         played = played & kept[:, None]
     exact = rewards.to(torch.float64)
+    scales = _std_of_turns(exact, played, ranks or Ranks()) if norm == "batch_std" else None
     columns = [
-        _in_groups(exact[:, u], exact[:, u].abs(), played[:, u], group_size, norm)
+        _in_groups(
+            exact[:, u],
+            exact[:, u].abs(),
+            played[:, u],
+            group_size,
+            norm,
+            baseline,
+            None if scales is None else scales[u],
+        )
         for u in range(rewards.shape[1])
     ]
     per_turn = torch.stack(columns, dim=1).to(_result_dtype(rewards))
-    trajectory = group_relative(rewards, group_size, norm, kept)
+    trajectory = group_relative(rewards, group_size, norm, kept, baseline=baseline, ranks=ranks)
     players = (
         played.view(-1, group_size, rewards.shape[1]).sum(1).repeat_interleave(group_size, dim=0)
     )
     return torch.where(players >= 2, per_turn, trajectory[:, None]) * played
+
+
+def _std_of_turns(rewards: torch.Tensor, played: torch.Tensor, ranks: Ranks) -> list[float]:
+    """The unbiased std of each turn's rewards over all ranks, on which episodes differ in turns."""
+    turns = rewards.shape[1]
+    most = int(ranks.max(torch.tensor(turns)))
+    nothing = rewards.new_zeros(0)
+    return [
+        mean_and_std(rewards[:, u][played[:, u]] if u < turns else nothing, ranks)[2]
+        for u in range(most)
+    ]
 
 
 def zero_variance_groups(
@@ -121,12 +159,14 @@ def compute_advantages(
         rewards: ``(N,)`` returns of the trajectories, or ``(N, U)`` per turn, summed at trajectory
             granularity.
         action_mask: ``(B, S)`` bool.
-        config: Normalisation, granularity, filter, whitening and clipping, applied in that order.
+        config: Baseline and normalisation, granularity, filter, whitening and clipping, applied in
+            that order.
         turn_ids: ``(B, S)`` turn index per action, -1 elsewhere. Turn granularity needs these and
             rewards per turn; without, it falls back to the trajectory, which the log says once.
         trajectory_ids: ``(B,)`` long, the trajectory that each row belongs to; None: N = B, one row
             each.
-        ranks: The processes whose batches make one; whitening is over all of them. None: this one.
+        ranks: The processes whose batches make one; whitening and ``"batch_std"`` are over all of
+            them. None: this one.
         kept: ``(N,)`` bool: the trajectories that count, all if None. Others are in no mean and no
             std, and are not trained. A group with fewer than two left has the advantage 0, and is
             not whitened.
@@ -157,9 +197,11 @@ def compute_advantages(
         )
     if per_turn and turn_ids is not None and rewards.dim() == 2:
         turns = torch.where(action_mask, turn_ids, -1)
-        advantages = _scatter_turns(rewards, turns, trajectory_ids, config, kept)
+        advantages = _scatter_turns(rewards, turns, trajectory_ids, config, kept, ranks)
     else:
-        per_trajectory = group_relative(rewards, config.group_size, config.norm, kept)
+        per_trajectory = group_relative(
+            rewards, config.group_size, config.norm, kept, baseline=config.baseline, ranks=ranks
+        )
         advantages = per_trajectory[trajectory_ids][:, None].expand(action_mask.shape)
 
     loss_mask = action_mask & kept[trajectory_ids][:, None]
@@ -190,27 +232,47 @@ def _in_groups(
     played: torch.Tensor,
     group_size: int,
     norm: AdvNorm,
+    baseline: Baseline,
+    scale: float | None,
 ) -> torch.Tensor:
-    """``(N,)`` float64 values relative to the members of each group that played; 0 for others."""
-    groups, member = values.view(-1, group_size), played.view(-1, group_size)
-    count = member.sum(1, keepdim=True)
-    centred = torch.where(member, groups, 0.0)
-    centred = torch.where(member, groups - centred.sum(1, keepdim=True) / count.clamp(min=1), 0.0)
-    spread, largest = _spread(groups, magnitude.view(-1, group_size), member)
-    advantages = centred
-    if norm == "mean_std":
-        std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-        advantages = centred / (std + STD_EPS)
-    return torch.where(_equal(spread, largest) | (count < 2), 0.0, advantages).reshape(-1)
+    """``(N,)`` float64 values relative to the members of each group that played; 0 for others.
+
+    ``scale`` is the std that ``"batch_std"`` divides by.
+    """
+    shape = (-1, group_size)
+    groups, sizes, member = values.view(shape), magnitude.view(shape), played.view(shape)
+    mean, std, equal = _moments(groups, sizes, member)
+    nothing = equal | (member.sum(1, keepdim=True) < 2)
+    if baseline == "leave_one_out":
+        itself = torch.eye(group_size, dtype=torch.bool, device=values.device)
+        others = member[:, None, :] & ~itself
+        mean, std_of_others, alike = _moments(groups[:, None, :], sizes[:, None, :], others)
+        std = torch.where(alike.squeeze(2), std, std_of_others.squeeze(2))
+        mean = mean.squeeze(2)
+    advantages = torch.where(member, groups - mean, 0.0)
+    if norm != "mean_only":
+        advantages = advantages / ((std if scale is None else scale) + STD_EPS)
+    return torch.where(nothing, 0.0, advantages).reshape(-1)
+
+
+def _moments(
+    values: torch.Tensor, magnitude: torch.Tensor, member: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean, unbiased std and whether all are equal, of the members along the last axis (kept)."""
+    count = member.sum(-1, keepdim=True)
+    mean = torch.where(member, values, 0.0).sum(-1, keepdim=True) / count.clamp(min=1)
+    squares = torch.where(member, values - mean, 0.0).square().sum(-1, keepdim=True)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    return mean, std, _equal(*_spread(values, magnitude, member))
 
 
 def _spread(
     groups: torch.Tensor, magnitude: torch.Tensor, member: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(P, 1)`` range and largest magnitude of the members of ``(P, G)`` groups."""
-    high = groups.masked_fill(~member, -torch.inf).amax(1, keepdim=True)
-    low = groups.masked_fill(~member, torch.inf).amin(1, keepdim=True)
-    return high - low, torch.where(member, magnitude, 0.0).amax(1, keepdim=True)
+    """Range and largest magnitude of the members along the last axis (kept)."""
+    high = torch.where(member, groups, -torch.inf).amax(-1, keepdim=True)
+    low = torch.where(member, groups, torch.inf).amin(-1, keepdim=True)
+    return high - low, torch.where(member, magnitude, 0.0).amax(-1, keepdim=True)
 
 
 def _equal(spread: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
@@ -223,6 +285,7 @@ def _scatter_turns(
     trajectory_ids: torch.Tensor,
     config: AdvantageConfig,
     kept: torch.Tensor,
+    ranks: Ranks | None,
 ) -> torch.Tensor:
     """Per-turn advantages of ``(N, U)`` rewards spread over the tokens of ``(B, S)`` turns."""
     require(
@@ -235,7 +298,13 @@ def _scatter_turns(
     played[trajectory_ids[:, None].expand_as(turns), turns] = True
     played = played[:, :-1]
     per_turn = group_relative_per_turn(
-        rewards * played, played, config.group_size, config.norm, kept
+        rewards * played,
+        played,
+        config.group_size,
+        config.norm,
+        kept,
+        baseline=config.baseline,
+        ranks=ranks,
     )
     return per_turn[trajectory_ids].gather(1, turns.clamp(min=0))
 

@@ -45,11 +45,13 @@ class TrainBatch:
     """``(B, S)`` long, -1 where no action; None in single-turn batches."""
     trajectory_ids: torch.Tensor | None = None
     """``(B,)`` long: the trajectory of each row, counted from 0; None: one row each."""
+    group_ids: torch.Tensor | None = None
+    """``(B,)`` long: the group of each row, counted from 0; only for the ``"prompt"`` reduction."""
     advantages: torch.Tensor | None = None
     """``(B, S)``, 0 outside ``loss_mask``."""
     sequence_weights: torch.Tensor | None = None
     """``(B,)`` float64: by how much a row counts as a sequence, its share of the trained tokens of
-    its trajectory; None: 1."""
+    its trajectory, or for the ``"prompt"`` reduction of its group; None: 1."""
     sampling_logp: torch.Tensor | None = None
     """``(B, S)`` log-probs as the sampler reported them."""
     has_sampling_logp: torch.Tensor | None = None
@@ -58,6 +60,10 @@ class TrainBatch:
     """``(B, S)`` log-probs under the reference policy."""
     old_logp: torch.Tensor | None = None
     """``(B, S)`` log-probs under the policy that the update starts from."""
+    top_entropy_mask: torch.Tensor | None = None
+    """``(B, S)`` bool: tokens whose policy term counts, those with most entropy; None: all."""
+    entropy: torch.Tensor | None = None
+    """``(B, S)`` entropies under the policy being trained, with gradient; of a micro-batch."""
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -109,11 +115,12 @@ class TrainBatch:
         if not len(rows):
             nothing = torch.zeros_like(batch.action_mask)
             batch = replace(batch, action_mask=nothing, loss_mask=nothing)
-        trajectories = batch.trajectory_ids
+        trajectories, groups = batch.trajectory_ids, batch.group_ids
         return replace(
             batch,
             prompt_index=_counted(batch.prompt_index),
             trajectory_ids=None if trajectories is None else _counted(trajectories),
+            group_ids=None if groups is None else _counted(groups),
         )
 
     def to(self, device: torch.device | str) -> TrainBatch:

@@ -12,8 +12,13 @@ from typing import Literal
 LossType = Literal["grpo", "gspo", "cispo"]
 RatioLevel = Literal["token", "turn", "trajectory"]
 Granularity = Literal["trajectory", "turn"]
-AdvNorm = Literal["mean_std", "mean_only"]
-Reduction = Literal["sequence", "token", "constant", "sum"]
+AdvNorm = Literal["mean_std", "mean_only", "batch_std"]
+Baseline = Literal["group_mean", "leave_one_out"]
+Reduction = Literal["sequence", "token", "constant", "sum", "prompt"]
+ImportanceAnchor = Literal["old", "sampler"]
+ImportanceCorrection = Literal[
+    "token_truncate", "token_mask", "geometric_mask", "sequence_truncate", "sequence_mask"
+]
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class AdvantageConfig:
     clip_range: float | None = None
     filter_zero: bool = False
     filter_eps: float = 0.0
+    baseline: Baseline = "group_mean"
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,18 @@ class LossConfig:
     kl_shaping: bool = False
     """Move the KL from the loss into the advantages."""
     importance_weight_cap: float | None = None
-    """Upper clamp on the sampler correction; None: unbounded."""
+    """Upper bound of the sampler correction; None: unbounded."""
+    importance_floor: float | None = None
+    """Lower bound of its masks; None: 0."""
+    importance_correction: ImportanceCorrection = "token_truncate"
+    """What the bounds do; see :func:`agilerl.llm.losses.sampler_correction`."""
+    importance_anchor: ImportanceAnchor = "old"
+    """Whose log-probs ratios are against: the policy's when the batch was collected, or the
+    sampler's, which leaves nothing to correct."""
+    dual_clip: float | None = None
+    """Where advantages are negative, a term is at most this times their magnitude; None: off."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +134,13 @@ class UpdateConfig:
     """Whether rows whose advantages are all 0 have no gradient, and are not run."""
     role: str = "actor"
     """The adapter that is trained."""
+    needs_old: bool = True
+    """Whether the loss reads the log-probs of the policy before the update."""
+    needs_entropy: bool = False
+    """Whether the loss reads entropies, with their gradient."""
+    top_entropy_quantile: float | None = None
+    """Share of the tokens of a mini-batch whose policy terms are left out, those with least entropy
+    before the update; None: all count."""
 
 
 @dataclass(frozen=True)

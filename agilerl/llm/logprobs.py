@@ -30,7 +30,8 @@ class TokenLogProbs:
     logp: torch.Tensor
     """``(N,)``, with gradient to the hidden states where they have one."""
     entropy: torch.Tensor
-    """``(N,)`` entropy in nats of the distribution each token was drawn from; no gradient."""
+    """``(N,)`` entropy in nats of the distribution each token was drawn from; no gradient unless
+    asked for."""
 
 
 def token_logprobs(
@@ -42,6 +43,7 @@ def token_logprobs(
     fp32: bool = True,
     tile_rows: int | None = None,
     entropy: bool = True,
+    entropy_gradient: bool = False,
 ) -> TokenLogProbs:
     """Log-probs of ``targets`` under ``softmax(logits(hidden) / temperature)``.
 
@@ -54,27 +56,34 @@ def token_logprobs(
             in the dtype of the logits.
         tile_rows: Rows per tile; None picks one that fits ``TILE_BYTES``.
         entropy: Also compute entropies; zeros otherwise.
+        entropy_gradient: With their gradient, which takes a second ``(N, D)`` tensor.
     """
     rows = tile_rows or _auto_tile_rows(hidden, head.vocab_size)
+    dtype = _reduction_dtype(hidden, fp32)
+    settings = _Tiles(rows, dtype, temperature, entropy, entropy_gradient)
     if head.weight is not None:
-        return TokenLogProbs(
-            *_FrozenHeadLogProbs.apply(hidden, targets, head, temperature, fp32, rows, entropy)
-        )
+        return TokenLogProbs(*_FrozenHeadLogProbs.apply(hidden, targets, head, settings))
     tiles = [
         _trained_head_tile(
-            hidden[start : start + rows],
-            targets[start : start + rows],
-            head,
-            temperature,
-            fp32,
-            entropy,
+            hidden[start : start + rows], targets[start : start + rows], head, settings
         )
         for start in range(0, hidden.shape[0], rows)
     ]
     if not tiles:
-        empty = hidden.new_zeros(0, dtype=_reduction_dtype(hidden, fp32))
+        empty = hidden.new_zeros(0, dtype=dtype)
         return TokenLogProbs(empty + hidden.sum(), empty)
     return TokenLogProbs(torch.cat([t[0] for t in tiles]), torch.cat([t[1] for t in tiles]))
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """How tiles are cut and reduced over the vocabulary."""
+
+    rows: int
+    dtype: torch.dtype
+    temperature: float
+    entropy: bool
+    entropy_gradient: bool
 
 
 def _auto_tile_rows(hidden: torch.Tensor, vocab_size: int) -> int:
@@ -87,20 +96,15 @@ def _reduction_dtype(hidden: torch.Tensor, fp32: bool) -> torch.dtype:
 
 
 def _trained_head_tile(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    head: LogitHead,
-    temperature: float,
-    fp32: bool,
-    want_entropy: bool,
+    hidden: torch.Tensor, targets: torch.Tensor, head: LogitHead, settings: _Tiles
 ) -> tuple[torch.Tensor, torch.Tensor]:
     def tile(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head.logits(hidden).to(_reduction_dtype(hidden, fp32)) / temperature
+        logits = head.logits(hidden).to(settings.dtype) / settings.temperature
         log_softmax = logits.log_softmax(-1)
         logp = log_softmax.gather(1, targets[:, None]).squeeze(1)
-        if not want_entropy:
+        if not settings.entropy:
             return logp, torch.zeros_like(logp)
-        with torch.no_grad():
+        with torch.set_grad_enabled(settings.entropy_gradient and torch.is_grad_enabled()):
             entropy = -(log_softmax.exp() * log_softmax).sum(-1)
         return logp, entropy
 
@@ -114,53 +118,52 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        head: LogitHead,
-        temperature: float,
-        fp32: bool,
-        rows: int,
-        want_entropy: bool,
+        ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, head: LogitHead, settings: _Tiles
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = _reduction_dtype(hidden, fp32)
-        logp = hidden.new_empty(hidden.shape[0], dtype=dtype)
+        logp = hidden.new_empty(hidden.shape[0], dtype=settings.dtype)
         entropy = torch.zeros_like(logp)
         need_grad = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(hidden) if need_grad else None
-        for start in range(0, hidden.shape[0], rows):
-            part = slice(start, start + rows)
-            tile_gradient = gradient[part] if gradient is not None else None
-            tile_entropy = entropy[part] if want_entropy else None
-            logp[part] = _tile_logprobs(
-                hidden[part], targets[part], head, temperature, dtype, tile_entropy, tile_gradient
+        gradients = [
+            torch.empty_like(hidden) if needed else None
+            for needed in (need_grad, need_grad and settings.entropy_gradient)
+        ]
+        for start in range(0, hidden.shape[0], settings.rows):
+            part = slice(start, start + settings.rows)
+            outputs = (
+                entropy[part] if settings.entropy else None,
+                *[None if whole is None else whole[part] for whole in gradients],
             )
-        ctx.mark_non_differentiable(entropy)
-        if gradient is not None:
-            ctx.save_for_backward(gradient)
+            logp[part] = _tile_logprobs(hidden[part], targets[part], head, settings, *outputs)
+        if not settings.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(*gradients)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logp: torch.Tensor, _grad_entropy: torch.Tensor) -> tuple[Any, ...]:
-        (gradient,) = ctx.saved_tensors
-        return (grad_logp[:, None] * gradient).to(gradient.dtype), *[None] * 6
+    def backward(ctx: Any, grad_logp: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:
+        gradient, entropy_gradient = ctx.saved_tensors
+        result = grad_logp[:, None] * gradient
+        if entropy_gradient is not None:
+            result += grad_entropy[:, None] * entropy_gradient
+        return result.to(gradient.dtype), None, None, None
 
 
 def _tile_logprobs(
     hidden: torch.Tensor,
     targets: torch.Tensor,
     head: LogitHead,
-    temperature: float,
-    dtype: torch.dtype,
+    settings: _Tiles,
     entropy_out: torch.Tensor | None,
     gradient_out: torch.Tensor | None,
+    entropy_gradient_out: torch.Tensor | None,
 ) -> torch.Tensor:
     """Log-probs of one tile; entropies and gradients are written to the given tensors.
 
     At most two ``(rows, V)`` buffers are alive, one without entropies; a soft cap keeps one more.
     """
     assert head.weight is not None
-    z = nn.functional.linear(hidden, head.weight, head.bias).to(dtype)
+    to_hidden = head.scale / settings.temperature
+    z = nn.functional.linear(hidden, head.weight, head.bias).to(settings.dtype)
     if head.scale != 1.0:
         z *= head.scale
     slope: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -168,7 +171,7 @@ def _tile_logprobs(
         tanh = z.div_(head.softcap).tanh_().clone()
         z.mul_(head.softcap)
         slope = lambda p: p * (1.0 - tanh.square())  # noqa: E731 - the tanh tile is only alive where it is needed
-    z.div_(temperature)
+    z.div_(settings.temperature)
 
     z.sub_(z.amax(1, keepdim=True))
     target_z = z.gather(1, targets[:, None]).squeeze(1)
@@ -180,21 +183,25 @@ def _tile_logprobs(
     if entropy_out is not None:
         # H = log(sum exp z) - sum p z; a batched dot product needs no temporary tile.
         entropy_out.copy_(log_total - torch.bmm(p[:, None, :], z[:, :, None]).view(-1))
+        if entropy_gradient_out is not None:
+            # dH / dz = -p (log p + H), where log p = z - log_total.
+            residual = z.sub_((log_total - entropy_out)[:, None]).mul_(p).neg_()
+            entropy_gradient_out.copy_(_through_head(residual, head, slope).mul_(to_hidden))
     if gradient_out is not None:
-        gradient_out.copy_(_hidden_gradient(p, targets, head, slope).mul_(head.scale / temperature))
+        # d log p(target) / dz = onehot - p
+        residual = p.neg_()
+        residual.scatter_add_(1, targets[:, None], torch.ones_like(residual[:, :1]))
+        gradient_out.copy_(_through_head(residual, head, slope).mul_(to_hidden))
     return target_z - log_total
 
 
-def _hidden_gradient(
-    p: torch.Tensor,
-    targets: torch.Tensor,
+def _through_head(
+    residual: torch.Tensor,
     head: LogitHead,
     slope: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Unscaled ``d logp / d hidden``: ``(onehot - p) * slope @ W``; overwrites p."""
+    """Unscaled gradient of the hidden states, ``residual * slope @ W``."""
     assert head.weight is not None
-    residual = p.neg_()
-    residual.scatter_add_(1, targets[:, None], torch.ones_like(residual[:, :1]))
     if slope is not None:
         residual = slope(residual)
     return residual.to(head.weight.dtype) @ head.weight

@@ -192,30 +192,44 @@ class Policy:
         )
 
     def logprobs(
-        self, batch: TrainBatch, config: ForwardConfig, *, entropy: bool = True
+        self,
+        batch: TrainBatch,
+        config: ForwardConfig,
+        *,
+        entropy: bool = True,
+        entropy_gradient: bool = False,
     ) -> TokenLogProbs:
         """Log-probs of a batch's actions under the active adapter.
 
-        Flat ``(N,)``, in the order of ``batch.targets``; entropies too unless not asked for. On a
-        partitioned base all ranks together.
+        Flat ``(N,)``, in the order of ``batch.targets``; entropies too unless not asked for, with
+        their gradient if asked for. On a partitioned base all ranks together.
         """
+        wanted = {"entropy": entropy, "entropy_gradient": entropy_gradient}
         if self.base.partition is not None:
-            return self._partitioned_logprobs(batch, config, entropy, self.base.partition)
+            return self._partitioned_logprobs(batch, config, wanted, self.base.partition)
         decoder = self.base.decoder if self._decoder is None else self._decoder
         share = self.shares_prefixes(config)
         hidden = action_hidden_states(decoder, batch, config, share_prefixes=share)
-        return self._through_head(hidden, batch, config, entropy)
+        return self._through_head(hidden, batch, config, wanted)
 
     def _partitioned_logprobs(
-        self, batch: TrainBatch, config: ForwardConfig, entropy: bool, partition: PartitionedBase
+        self,
+        batch: TrainBatch,
+        config: ForwardConfig,
+        wanted: dict[str, bool],
+        partition: PartitionedBase,
     ) -> TokenLogProbs:
         # Plain rows: sharing prompts is one call of the decoder or two, depending on the rows.
         hidden = action_hidden_states(self.base.decoder, batch, config, share_prefixes=False)
         with partition.whole_head():
-            return self._through_head(hidden, batch, config, entropy)
+            return self._through_head(hidden, batch, config, wanted)
 
     def _through_head(
-        self, hidden: torch.Tensor, batch: TrainBatch, config: ForwardConfig, entropy: bool
+        self,
+        hidden: torch.Tensor,
+        batch: TrainBatch,
+        config: ForwardConfig,
+        wanted: dict[str, bool],
     ) -> TokenLogProbs:
         return token_logprobs(
             hidden,
@@ -224,7 +238,7 @@ class Policy:
             temperature=config.temperature,
             fp32=config.fp32_logits,
             tile_rows=config.tile_rows,
-            entropy=entropy,
+            **wanted,
         )
 
     def frozen_logprobs(
@@ -233,6 +247,8 @@ class Policy:
         role: str | None,
         config: ForwardConfig,
         micro_batches: Sequence[torch.Tensor] | None = None,
+        *,
+        entropy_out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Log-probs ``(B, S)`` of a batch under a role, without gradients.
 
@@ -241,6 +257,7 @@ class Policy:
             role: Whose adapter; None: the base without adapters.
             config: How log-probs are computed.
             micro_batches: Long indices of the rows that are run together; None: all rows at once.
+            entropy_out: ``(B, S)`` into which the entropies of these rows are written, if given.
 
         Returns:
             0 outside the action mask, and in rows that are not wanted. On a partitioned base all
@@ -261,10 +278,13 @@ class Policy:
                 self.logprobs(batch.select(batch.shortest_row), config, entropy=False)
             for rows in micro_batches:
                 chosen = batch.select(rows)
-                logp = self.logprobs(chosen, config, entropy=False).logp.detach()
-                result = result.to(logp.dtype)
-                scattered = scatter_actions(logp, chosen.action_mask)
+                found = self.logprobs(chosen, config, entropy=entropy_out is not None)
+                result = result.to(found.logp.dtype)
+                scattered = scatter_actions(found.logp.detach(), chosen.action_mask)
                 result[rows, : scattered.shape[1]] = scattered
+                if entropy_out is not None:
+                    scattered = scatter_actions(found.entropy, chosen.action_mask)
+                    entropy_out[rows, : scattered.shape[1]] = scattered.to(entropy_out)
         return result
 
 

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from agilerl.llm.batch import TrainBatch
-from agilerl.llm.config import ForwardConfig, UpdateConfig
+from agilerl.llm.config import ForwardConfig, Reduction, UpdateConfig
 from agilerl.llm.engine import Engine
-from agilerl.llm.losses import LossFunction, reduction_weights
+from agilerl.llm.losses import LossFunction, quantile_over_ranks, reduction_weights
 from agilerl.llm.metrics import UpdateMetrics
 from agilerl.llm.plan import MiniBatch, plan_mini_batches
 from agilerl.llm.policy import Policy, scatter_actions
@@ -103,7 +103,7 @@ def run_update(
     Raises:
         NonFiniteUpdateError: After three steps in a row with a non-finite loss or gradient.
     """
-    batch = replace(batch, sequence_weights=_sequence_weights(batch))
+    batch = replace(batch, sequence_weights=_sequence_weights(batch, update.reduction))
     plan = plan_mini_batches(
         batch,
         _active_rows(batch, update),
@@ -113,15 +113,7 @@ def run_update(
         lockstep=engine.lockstep,
         share_prefixes=policy.shares_prefixes(forward),
     )
-    if update.needs_reference:
-        reference = "reference" if "reference" in policy.slots else None
-        parts = [rows for mini in plan for rows in mini.micro_batches]
-        batch = replace(batch, ref_logp=policy.frozen_logprobs(batch, reference, forward, parts))
-    if len(plan) > 1:
-        # The first mini-batch is trained before anything has changed: its forward gives them.
-        parts = [rows for mini in plan[1:] for rows in mini.micro_batches]
-        batch = replace(batch, old_logp=policy.frozen_logprobs(batch, update.role, forward, parts))
-
+    batch = _with_frozen_passes(policy, engine, batch, plan, forward, update)
     updater = _Updater(policy, engine, batch, loss_function, forward, update)
     with policy.as_role(update.role):
         for step, mini_batch in enumerate(plan * update.epochs):
@@ -136,13 +128,56 @@ def run_update(
     return updater.metrics
 
 
-def _sequence_weights(batch: TrainBatch) -> torch.Tensor | None:
-    """``(B,)`` share of its trajectory's trained tokens in each row; None: one row each."""
-    if batch.trajectory_ids is None:
+def _with_frozen_passes(
+    policy: Policy,
+    engine: Engine,
+    batch: TrainBatch,
+    plan: list[MiniBatch],
+    forward: ForwardConfig,
+    update: UpdateConfig,
+) -> TrainBatch:
+    """The batch with what is needed of the reference and of the policy before the update."""
+    every = [rows for mini in plan for rows in mini.micro_batches]
+    if update.needs_reference:
+        reference = "reference" if "reference" in policy.slots else None
+        batch = replace(batch, ref_logp=policy.frozen_logprobs(batch, reference, forward, every))
+    # The first mini-batch is trained before anything has changed: its forward gives them.
+    old = [rows for mini in plan[1:] for rows in mini.micro_batches]
+    if update.top_entropy_quantile is not None:
+        entropy = torch.zeros(batch.action_mask.shape, device=batch.device)
+        logp = policy.frozen_logprobs(batch, update.role, forward, every, entropy_out=entropy)
+        mask = _top_entropy_mask(entropy, batch, plan, update.top_entropy_quantile, engine)
+        batch = replace(batch, top_entropy_mask=mask, old_logp=logp if update.needs_old else None)
+    elif update.needs_old and len(plan) > 1:
+        batch = replace(batch, old_logp=policy.frozen_logprobs(batch, update.role, forward, old))
+    return batch
+
+
+def _top_entropy_mask(
+    entropy: torch.Tensor,
+    batch: TrainBatch,
+    plan: list[MiniBatch],
+    quantile: float,
+    engine: Engine,
+) -> torch.Tensor:
+    """``(B, S)`` bool: in each mini-batch of all ranks, the trained tokens not below a quantile."""
+    mask = torch.zeros_like(batch.loss_mask)
+    for mini_batch in plan:
+        rows = mini_batch.rows
+        trained, found = batch.loss_mask[rows], entropy[rows]
+        threshold = quantile_over_ranks(found[trained], quantile, engine.ranks)
+        mask[rows] = trained & (found >= threshold)
+    return mask
+
+
+def _sequence_weights(batch: TrainBatch, reduction: Reduction) -> torch.Tensor | None:
+    """``(B,)`` share of its trajectory's (group's) trained tokens in each row; None: 1 each."""
+    unit = batch.group_ids if reduction == "prompt" else batch.trajectory_ids
+    if unit is None:
         return None
     tokens = batch.loss_mask.sum(1).double()
-    total = torch.zeros_like(tokens).index_add(0, batch.trajectory_ids, tokens)
-    return tokens / total[batch.trajectory_ids].clamp(min=1)
+    total = torch.zeros_like(tokens).index_add(0, unit, tokens)
+    return tokens / total[unit].clamp(min=1)
 
 
 def _loss_scale(weights: torch.Tensor, dtype: torch.dtype) -> float:
@@ -236,18 +271,22 @@ class _Updater:
 
     def _micro_batch(self, rows: torch.Tensor, weights: torch.Tensor, first: bool) -> torch.Tensor:
         """Forward and backward of some rows; returns each one's contribution to the loss."""
-        batch = self.batch.select(rows)
-        logprobs = self.policy.logprobs(batch, self.forward)
+        batch, needs_entropy = self.batch.select(rows), self.update.needs_entropy
+        logprobs = self.policy.logprobs(batch, self.forward, entropy_gradient=needs_entropy)
         logp = scatter_actions(logprobs.logp, batch.action_mask)
-        if first:
-            batch = replace(batch, old_logp=logp.detach())
-            self._keep_old_logp(rows, logp.detach())
-        batch = replace(batch, sampling_logp=_sampling_logp(batch))
+        if self.update.needs_old:
+            if first:
+                batch = replace(batch, old_logp=logp.detach())
+                self._keep_old_logp(rows, logp.detach())
+            batch = replace(batch, sampling_logp=_sampling_logp(batch))
+        if needs_entropy:
+            entropy = scatter_actions(logprobs.entropy, batch.action_mask)
+            batch = replace(batch, entropy=entropy)
         terms = self.loss_function(logp, batch, weights[:, : logp.shape[1]])
         self.engine.backward(terms.loss)
         if terms.per_row.isfinite().all():  # a skipped step must not turn every mean into nan
             trained = batch.loss_mask[batch.action_mask]
-            self.metrics.add(terms, logprobs.entropy[trained])
+            self.metrics.add(terms, logprobs.entropy.detach()[trained])
         return terms.per_row
 
     def _keep_old_logp(self, rows: torch.Tensor, logp: torch.Tensor) -> None:

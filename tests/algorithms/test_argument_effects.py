@@ -52,6 +52,12 @@ def plain() -> torch.Tensor:
         {"loss_reduction": "token"},
         {"loss_reduction": "constant"},
         {"loss_reduction": "sum"},
+        {"loss_reduction": "prompt"},
+        {"adv_norm": "batch_std"},
+        {"advantage_baseline": "leave_one_out", "adv_norm": "mean_only"},
+        {"entropy_coef": 0.05},
+        {"top_entropy_quantile": 0.5},
+        {"dual_clip": 1.001, "clip_coef": 0.001},
         {"lr": 2e-2},
         {"max_grad_norm": 1e-9},
         {"update_epochs": 1},
@@ -263,6 +269,7 @@ def test_mutated_attributes_take_effect_at_the_next_call() -> None:
         ("batch_size", 8),
         ("update_epochs", 1),
         ("max_grad_norm", 1e-9),
+        ("entropy_coef", 0.05),
     ],
 )
 def test_mutation_equals_construction(name: str, value: Any) -> None:

@@ -132,6 +132,15 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("stop_sequences", ["a", ""], ValueError, "holds ''.*list of non-empty strings"),
     ("stop_sequences", ["a"], ValueError, "tokenizer.*save_pretrained.*model_name"),
     ("loss_reduction", "mean", ValueError, "'mean'.*'sequence'"),
+    ("importance_anchor", "gen", ValueError, "'gen'.*'sampler'"),
+    ("importance_correction", "mask", ValueError, "'mask'.*'token_mask'"),
+    ("importance_floor", -0.5, ValueError, "-0.5.*at least 0"),
+    ("importance_floor", 0.5, ValueError, "0.5.*token_truncate.*'token_mask'"),
+    ("dual_clip", 1.0, ValueError, "1.0.*above 1"),
+    ("advantage_baseline", "mean", ValueError, "'mean'.*'leave_one_out'"),
+    ("entropy_coef", -0.1, ValueError, "-0.1.*at least 0"),
+    ("top_entropy_quantile", 1.0, ValueError, "1.0.*above 0 and below 1"),
+    ("top_entropy_quantile", 0, ValueError, "0.*above 0 and below 1"),
     *((flag, "yes", TypeError, "'yes'.*True or False") for flag in FLAGS),
 ]
 UNSUPPORTED = {
@@ -169,6 +178,46 @@ def test_exactly_the_later_machinery_is_unsupported() -> None:
 def test_constant_reduction_needs_the_constant() -> None:
     with pytest.raises(ValueError, match=r"loss_reduction.*max_output_tokens"):
         make_agent(model=MODEL, loss_reduction="constant", max_output_tokens=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"loss_type": "cispo", "dual_clip": 3.0}, "dual_clip is 3.0, but loss_type is 'cispo'"),
+        (
+            {"importance_anchor": "sampler", "importance_correction": "token_mask"},
+            "importance_correction is 'token_mask', but importance_anchor is 'sampler'",
+        ),
+        (
+            {"importance_anchor": "sampler", "importance_floor": 0.5},
+            "importance_floor is 0.5, but importance_anchor is 'sampler'",
+        ),
+        (
+            {"importance_correction": "token_mask", "vllm_importance_sampling_correction": False},
+            "importance_correction is 'token_mask', but vllm_importance_sampling_correction is Fa",
+        ),
+        (
+            {"importance_correction": "sequence_truncate", "importance_floor": 0.5},
+            "importance_floor is 0.5, but importance_correction is 'sequence_truncate', which has",
+        ),
+        (
+            {"importance_correction": "token_mask", "importance_floor": 2.0},
+            "importance_floor is 2.0; it must be below vllm_importance_sampling_cap, which is 2.0",
+        ),
+        (
+            {
+                "importance_correction": "token_mask",
+                "importance_floor": 0.5,
+                "hp_config": HyperparameterConfig(vllm_importance_sampling_cap=RLParameter(0.4, 3)),
+            },
+            "importance_floor is 0.5; it must be below the limit of vllm_importance_sampling_cap "
+            "in hp_config, which is 0.4",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_agent(model=MODEL, **changes)
 
 
 def test_encoder_decoder_is_refused() -> None:
@@ -229,12 +278,16 @@ def test_devices_are_accepted_as_text_and_object(device: Any) -> None:
         {"adv_filter_eps": 0},
         {"use_memory_efficient_params": False},
         {"wrap": False},
+        {"importance_floor": 0, "importance_correction": "token_mask"},
+        {"importance_anchor": "sampler", "vllm_importance_sampling_correction": False},
+        {"entropy_coef": 0},
     ],
 )
 def test_edge_values_work(edge: dict[str, Any]) -> None:
     agent = make_agent(**edge)
     result = agent.get_action([dict(TOKENIZER("ab", return_tensors="pt"))])
-    agent.learn((*result, torch.rand(1, agent.group_size)))
+    experiences = (*result, torch.rand(1, agent.group_size))
+    agent.learn(experiences, sampling_logps=result.sampling_logps)
 
 
 def test_deprecated_alias_overrides_and_warns() -> None:

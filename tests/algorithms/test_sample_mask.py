@@ -72,6 +72,17 @@ def settings(**changes: Any) -> dict[str, Any]:
         {"beta": 0.1, "filter_zero_adv": True, "adv_filter_eps": 0.6, "loss_reduction": "token"},
         {"beta": 0.1, "use_kl_advantage_shaping": True, "loss_reduction": "constant"},
         {"beta": 0.1, "micro_batch_size_per_gpu": 8, "batch_size": 16},
+        {"beta": 0.0, "loss_reduction": "prompt", "adv_norm": "batch_std"},
+        {"beta": 0.1, "advantage_baseline": "leave_one_out", "adv_norm": "mean_only"},
+        {
+            "beta": 0.0,
+            "advantage_baseline": "leave_one_out",
+            "adv_norm": "batch_std",
+            "advantage_granularity": "turn",
+            "loss_reduction": "prompt",
+            "entropy_coef": 0.01,
+            "top_entropy_quantile": 0.5,
+        },
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )

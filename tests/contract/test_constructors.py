@@ -33,6 +33,9 @@ CONTRACT: list[tuple[str, Any]] = [
     ("fused_loss_chunk_rows", None), ("vllm_importance_sampling_correction", True),
     ("vllm_importance_sampling_cap", 2.0), ("use_sequence_packing", False),
     ("loss_reduction", None), ("stop_sequences", None), ("mask_truncated_completions", False),
+    ("importance_anchor", "old"), ("importance_correction", "token_truncate"),
+    ("importance_floor", None), ("dual_clip", None), ("advantage_baseline", "group_mean"),
+    ("entropy_coef", 0.0), ("top_entropy_quantile", None),
 ]  # fmt: skip
 PINNED = {GSPO: "gspo", CISPO: "cispo"}
 
@@ -53,7 +56,8 @@ def test_gspo_and_cispo_are_grpo_without_the_loss_type(cls: type[GRPO]) -> None:
 @pytest.mark.parametrize("cls", [GRPO, *PINNED])
 def test_only_the_last_are_keyword_only(cls: type[GRPO]) -> None:
     kinds = {name: p.kind for name, p in inspect.signature(cls).parameters.items()}
-    for name in ("loss_reduction", "stop_sequences", "mask_truncated_completions"):
+    names = [name for name, _ in arguments(GRPO)]
+    for name in names[names.index("loss_reduction") :]:
         assert kinds.pop(name) is inspect.Parameter.KEYWORD_ONLY
     assert set(kinds.values()) == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 

@@ -62,7 +62,7 @@ def value_and_gradients(
     result: TokenLogProbs, leaves: list[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     weights = torch.linspace(-1, 2, len(result.logp), dtype=result.logp.dtype)
-    grads = torch.autograd.grad((result.logp * weights).sum(), leaves)
+    grads = torch.autograd.grad((result.logp * weights).sum(), leaves, retain_graph=True)
     return result.logp.detach(), list(grads)
 
 
@@ -70,7 +70,8 @@ def assert_same(mine: TokenLogProbs, theirs: TokenLogProbs, leaves: list[torch.T
     value, grads = value_and_gradients(mine, leaves)
     expected, expected_grads = value_and_gradients(theirs, leaves)
     torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(mine.entropy, theirs.entropy.detach(), rtol=1e-10, atol=1e-10)
+    entropies = mine.entropy.detach(), theirs.entropy.detach()
+    torch.testing.assert_close(*entropies, rtol=1e-10, atol=1e-10)
     for gradient, reference in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-10, atol=1e-10)
 
@@ -102,6 +103,45 @@ def test_tiled_equals_plain(
     path = as_trained(head) if trained else head
     mine = token_logprobs(hidden, targets, path, temperature=temperature, tile_rows=tile_rows)
     assert_same(mine, plain(hidden, targets, head, temperature), [hidden])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tile_rows=st.sampled_from([None, 1, 2, 5, 100]),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    bias=st.booleans(),
+    scale=st.sampled_from([1.0, 0.25, 3.0]),
+    softcap=st.sampled_from([None, 2.0]),
+    trained=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_the_gradient_of_the_entropy_is_that_of_the_plain_formula(
+    tile_rows: int | None,
+    temperature: float,
+    bias: bool,
+    scale: float,
+    softcap: float | None,
+    trained: bool,
+    seed: int,
+) -> None:
+    head = frozen_head(bias=bias, scale=scale, softcap=softcap)
+    hidden, targets = inputs(7, seed)
+    hidden.requires_grad_()
+    path = as_trained(head) if trained else head
+    settings: dict[str, Any] = {"temperature": temperature, "tile_rows": tile_rows}
+    mine = token_logprobs(hidden, targets, path, entropy_gradient=True, **settings)
+    theirs = plain(hidden, targets, head, temperature)
+    assert_same(mine, theirs, [hidden])  # of the log-probs alone it is as before
+    found, expected = (both_gradients(made, hidden) for made in (mine, theirs))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    without = token_logprobs(hidden, targets, path, **settings)
+    assert not without.entropy.requires_grad and torch.equal(without.entropy, mine.entropy)
+
+
+def both_gradients(made: TokenLogProbs, hidden: torch.Tensor) -> torch.Tensor:
+    rows = torch.linspace(-1, 2, len(made.logp), dtype=made.logp.dtype)
+    loss = (made.logp * rows).sum() + (made.entropy * rows.flip(0)).sum()
+    return torch.autograd.grad(loss, hidden)[0]
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -180,7 +220,10 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_a_tile_is_the_largest_logits_ever(trained: bool, softcap: float | None) -> None:
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_a_tile_is_the_largest_logits_ever(
+    trained: bool, softcap: float | None, entropy_gradient: bool
+) -> None:
     vocab, tile_rows = 997, 16
     head = frozen_head(vocab=vocab, softcap=softcap)
     hidden, targets = inputs(41, vocab=vocab)
@@ -196,9 +239,13 @@ def test_a_tile_is_the_largest_logits_ever(trained: bool, softcap: float | None)
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
         path = as_trained(head) if trained else head
-        result = token_logprobs(hidden, targets, path, tile_rows=tile_rows)
+        result = token_logprobs(
+            hidden, targets, path, tile_rows=tile_rows, entropy_gradient=entropy_gradient
+        )
         assert max(saved) <= hidden.numel()  # nothing the size of logits waits for backward
-        result.logp.sum().backward()
+        if not trained:  # the gradients of the hidden states, and nothing more where it is off
+            assert len(saved) == 1 + entropy_gradient
+        (result.logp + result.entropy * entropy_gradient).sum().backward()
     assert largest.rows == tile_rows  # the head's own weight has D < tile_rows rows of this size
 
 
@@ -262,4 +309,10 @@ class TestModelHeads:
         for tile_rows in (1, 2, 100):
             mine = token_logprobs(hidden, targets, head, temperature=0.9, tile_rows=tile_rows)
             assert_same(mine, plain(hidden, targets, head, 0.9), [hidden, *factors])
+        mine = token_logprobs(hidden, targets, head, tile_rows=2, entropy_gradient=True)
+        made = (mine.entropy, plain(hidden, targets, head, 1.0).entropy)
+        found, expected = (
+            torch.autograd.grad(entropy.square().sum(), [hidden, *factors]) for entropy in made
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
         policy.release()

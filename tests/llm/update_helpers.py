@@ -75,13 +75,17 @@ class Run:
             loss_mask=self.mask,
             sampling_logp=self.sampling_logp,
             has_sampling_logp=torch.ones(len(self.batch), dtype=torch.bool),
+            group_ids=self.batch.prompt_index if loss.reduction == "prompt" else None,
         )
         update = replace(
             self.update,
             reduction=loss.reduction,
             max_output_tokens=loss.max_output_tokens,
             needs_reference=loss.beta != 0.0,
-            skip_zero_advantages=loss.beta == 0.0,
+            skip_zero_advantages=loss.beta == 0.0 and loss.entropy_coef == 0.0,
+            needs_old=loss.importance_anchor == "old",
+            needs_entropy=loss.entropy_coef != 0.0,
+            top_entropy_quantile=loss.top_entropy_quantile,
         )
         rng = torch.Generator().manual_seed(0)
         metrics = run_update(policy, engine, batch, loss, self.forward, update, rng, self.skipped)
@@ -100,6 +104,7 @@ class Objective(LossConfig):
 
     reduction: Reduction = "sequence"
     max_output_tokens: int | None = None
+    top_entropy_quantile: float | None = None
 
     def __call__(self, logp: torch.Tensor, batch: TrainBatch, weights: torch.Tensor) -> LossTerms:
         return policy_objective(self)(logp, batch, weights)

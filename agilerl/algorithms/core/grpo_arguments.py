@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from agilerl.algorithms.core.argument_rules import check_clip_coef
 from agilerl.algorithms.core.arguments import POSITIVE, LLMArguments, argument
+from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, Number, OneOf, require, warn
 from agilerl.llm.config import (
     AdvantageConfig,
     AdvNorm,
+    Baseline,
+    ImportanceAnchor,
+    ImportanceCorrection,
     LossConfig,
     LossType,
     RatioLevel,
@@ -34,7 +39,7 @@ class GRPOArguments(LLMArguments):
     use_liger_loss: bool = argument(FLAG, False, supported=False)
     fused_loss_chunk_rows: int | None = argument(OPTIONAL_COUNT, None, supported=False)
     use_kl_advantage_shaping: bool = argument(FLAG, False)
-    adv_norm: AdvNorm = argument(OneOf(("mean_std", "mean_only")), "mean_std")
+    adv_norm: AdvNorm = argument(OneOf(("mean_std", "mean_only", "batch_std")), "mean_std")
     loss_type: LossType = argument(OneOf(tuple(LOSS_TABLE)), "grpo")
     importance_sampling_level: RatioLevel | None = argument(
         OneOf((None, "token", "turn", "trajectory")), None
@@ -52,7 +57,27 @@ class GRPOArguments(LLMArguments):
         Number(0, open_low=True, finite=False), 2.0, mutable=True
     )
     loss_reduction: Reduction | None = argument(
-        OneOf((None, "sequence", "token", "constant", "sum")), None
+        OneOf((None, "sequence", "token", "constant", "sum", "prompt")), None
+    )
+    importance_anchor: ImportanceAnchor = argument(OneOf(("old", "sampler")), "old")
+    importance_correction: ImportanceCorrection = argument(
+        OneOf(
+            (
+                "token_truncate",
+                "token_mask",
+                "geometric_mask",
+                "sequence_truncate",
+                "sequence_mask",
+            )
+        ),
+        "token_truncate",
+    )
+    importance_floor: float | None = argument(Number(0, optional=True), None)
+    dual_clip: float | None = argument(Number(1, open_low=True, optional=True), None)
+    advantage_baseline: Baseline = argument(OneOf(("group_mean", "leave_one_out")), "group_mean")
+    entropy_coef: float = argument(Number(0), 0.0, mutable=True)
+    top_entropy_quantile: float | None = argument(
+        Number(0, 1, open_low=True, open_high=True, optional=True), None
     )
     mask_truncated_completions: bool = argument(FLAG, False)
 
@@ -64,6 +89,12 @@ class GRPOArguments(LLMArguments):
             arguments["loss_reduction"] != "constant" or arguments["max_output_tokens"] is not None,
             "loss_reduction is 'constant', which divides by max_output_tokens, but that is None; "
             "it must be set",
+        )
+        _check_importance(arguments)
+        require(
+            arguments["dual_clip"] is None or arguments["loss_type"] != "cispo",
+            f"dual_clip is {arguments['dual_clip']}, but loss_type is 'cispo', whose weights "
+            "clip_coef bounds already; leave dual_clip at None",
         )
         level = arguments["importance_sampling_level"]
         pooled = arguments["loss_type"] == "gspo" and level in ("token", "turn")
@@ -86,6 +117,7 @@ class GRPOArguments(LLMArguments):
             clip_range=self.adv_clip_range,
             filter_zero=self.filter_zero_adv,
             filter_eps=self.adv_filter_eps,
+            baseline=self.advantage_baseline,
         )
 
     def loss_config(self) -> LossConfig:
@@ -98,6 +130,11 @@ class GRPOArguments(LLMArguments):
             beta=self.beta,
             kl_shaping=self.use_kl_advantage_shaping,
             importance_weight_cap=self.vllm_importance_sampling_cap,
+            importance_floor=self.importance_floor,
+            importance_correction=self.importance_correction,
+            importance_anchor=self.importance_anchor,
+            dual_clip=self.dual_clip,
+            entropy_coef=self.entropy_coef,
         )
 
     def update_config(self) -> UpdateConfig:
@@ -112,6 +149,43 @@ class GRPOArguments(LLMArguments):
             reduction=self.loss_reduction or LOSS_TABLE[self.loss_type].default_reduction,
             max_output_tokens=self.max_output_tokens,
             needs_reference=self.beta != 0.0,
-            # Without a KL term their gradient is exactly 0.
-            skip_zero_advantages=self.beta == 0.0,
+            # Without a KL term and an entropy bonus their gradient is exactly 0.
+            skip_zero_advantages=self.beta == 0.0 and self.entropy_coef == 0.0,
+            needs_old=self.importance_anchor == "old",
+            needs_entropy=self.entropy_coef != 0.0,
+            top_entropy_quantile=self.top_entropy_quantile,
+        )
+
+
+def _check_importance(arguments: Mapping[str, Any]) -> None:
+    """Refuse what contradicts itself in the correction for the sampler."""
+    mode, floor = arguments["importance_correction"], arguments["importance_floor"]
+    given = (
+        f"importance_correction is {mode!r}" if floor is None else f"importance_floor is {floor}"
+    )
+    plain = mode == "token_truncate" and floor is None
+    require(
+        plain or arguments["importance_anchor"] == "old",
+        f"{given}, but importance_anchor is 'sampler', which leaves nothing to correct; leave "
+        "importance_correction and importance_floor at their defaults",
+    )
+    require(
+        plain or arguments["vllm_importance_sampling_correction"],
+        f"{given}, but vllm_importance_sampling_correction is False; set it to True",
+    )
+    if floor is None:
+        return
+    require(
+        mode.endswith("mask"),
+        f"importance_floor is {floor}, but importance_correction is {mode!r}, which has no lower "
+        "bound; it must be one of 'token_mask', 'geometric_mask', 'sequence_mask'",
+    )
+    name = "vllm_importance_sampling_cap"
+    limit = dict((arguments["hp_config"] or HyperparameterConfig()).items()).get(name)
+    for what, cap in (
+        (name, arguments[name]),
+        (f"the limit of {name} in hp_config", math.inf if limit is None else limit.min),
+    ):
+        require(
+            floor < cap, f"importance_floor is {floor}; it must be below {what}, which is {cap}"
         )

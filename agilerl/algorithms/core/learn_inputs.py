@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from agilerl.checks import require, shorten
+from agilerl.distributed import Ranks
 from agilerl.llm.batch import TrainBatch
 
 
@@ -123,6 +124,27 @@ def check_trajectory_ids(trajectory_ids: Any, rows: int) -> torch.Tensor:
             "trajectories from 0 without gaps"
         )
     return ids.long()
+
+
+def require_sampling_logps(batch: TrainBatch, ranks: Ranks) -> None:
+    """Refuse, on all ranks together, a batch with trained rows that the sampler said nothing of.
+
+    Raises:
+        ValueError: If there are any on any rank.
+    """
+
+    def refuse() -> None:
+        missing = batch.loss_mask.any(1)
+        if batch.has_sampling_logp is not None:
+            missing = missing & ~batch.has_sampling_logp
+        require(
+            not missing.any(),
+            f"sampling_logps is None for row {int(missing.long().argmax())} of the batch, but "
+            "importance_anchor is 'sampler'; pass learn() the sampler's log-probs of every "
+            "completion, as get_action and environments return them",
+        )
+
+    ranks.on_all_ranks(refuse)
 
 
 def add_sampling_logps(batch: TrainBatch, rows: Sequence[torch.Tensor | None]) -> TrainBatch:
