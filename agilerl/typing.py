@@ -99,6 +99,13 @@ class Evaluation:
     have no entry above, so that there may be fewer of them than rows."""
     failure_limit: float = math.inf
     """How many may fail; with several processes, the sum of theirs."""
+    rows: list[int] = field(default_factory=list)
+    """Which row, or seed, of the held-out data each answers: several answers of one have the same
+    number."""
+    sets: list[str] = field(default_factory=list)
+    """The name of the test set of each, where test sets have names."""
+    final_answers: list[str | None] = field(default_factory=list)
+    """What each gives as its answer, as text, where the environment can tell; None: nothing."""
 
 
 TensorRows: TypeAlias = "Sequence[torch.Tensor] | torch.Tensor"

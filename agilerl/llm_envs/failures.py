@@ -89,6 +89,9 @@ class EvaluationRows:
         self._answers: list[Any] = []
         self._completions: list[str] = []
         self._failures: list[str] = []
+        self._rows: list[int] = []
+        self._sets: list[str] = []
+        self._final_answers: list[str | None] = []
 
     def add(
         self,
@@ -96,9 +99,24 @@ class EvaluationRows:
         question: str,
         completion: str,
         failure: str | None,
+        row: int,
+        *,
         answers: Sequence[Any] = (),
+        sets: Sequence[str] = (),
+        final_answers: Sequence[str | None] = (),
     ) -> None:
-        """Add one; ``answers`` holds its reference answer if there is one."""
+        """Add one.
+
+        Args:
+            reward: Its reward.
+            question: What it answers.
+            completion: Its text.
+            failure: Why it failed, if it did.
+            row: Which of the held-out rows it answers.
+            answers: Its reference answer, if there is one.
+            sets: The name of its test set, if it has one.
+            final_answers: What it gives as its answer, if that can be told.
+        """
         if failure is not None:
             self._failures.append(failure)
             if self._policy.drops:
@@ -106,7 +124,10 @@ class EvaluationRows:
         self._rewards.append(reward)
         self._questions.append(question)
         self._completions.append(completion)
+        self._rows.append(row)
         self._answers += answers
+        self._sets += sets
+        self._final_answers += final_answers
 
     def excess(self, total: int) -> str:
         """Says that too many of ``total`` failed, and why the first did; empty if not."""
@@ -122,4 +143,7 @@ class EvaluationRows:
             self._completions,
             self._failures,
             self._policy.limit(total),
+            self._rows,
+            self._sets,
+            self._final_answers,
         )

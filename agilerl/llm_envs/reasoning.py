@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, Number, require
 from agilerl.llm.prompts import Conversation, PromptEncoder
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from reasoning_gym.dataset import ProceduralDataset
     from transformers import PreTrainedTokenizerBase
+
+    TestRows: TypeAlias = Dataset | Sequence[Mapping[str, Any]]
 
 _LEAST_EVAL_BATCH = 64
 
@@ -39,7 +41,8 @@ class ReasoningGym(SingleTurnEnvironment):
             whose own order is kept. Rows have a column ``question``, or those that the template
             shows, or a conversation in the column ``prompt`` or ``messages``; ``answer`` (never
             part of a prompt) and others for rewards that ask for them. See ``docs/data.md``.
-        test_dataset: The held-out rows, same columns; None: there is no evaluation.
+        test_dataset: The held-out rows, same columns, or several sets of them by name,
+            ``{"easy": rows, "hard": rows}``; None: there is no evaluation.
         tokenizer: The model's tokenizer. Without a chat template the contents of the conversation
             are concatenated.
         reward_fn: A function, a list of functions or a dict by name, plain or async, called in
@@ -76,6 +79,9 @@ class ReasoningGym(SingleTurnEnvironment):
             that may fail; above it ``RewardError`` is raised.
         failure_retries: Further calls of a function that raised or ran out of time, before it
             counts as failed.
+        extract_answer: From the text of a completion to its answer, or None where it gives none,
+            such as :func:`agilerl.rewards.answers.extract_boxed`. Sampled evaluations then take a
+            majority vote.
 
     Raises:
         TypeError: An argument of the wrong type; a reward whose parameter names nothing.
@@ -86,7 +92,7 @@ class ReasoningGym(SingleTurnEnvironment):
     def __init__(  # noqa: PLR0913, PLR0917 - the public contract
         self,
         train_dataset: Dataset | IterableDataset | Sequence[Mapping[str, Any]],
-        test_dataset: Dataset | Sequence[Mapping[str, Any]] | None,
+        test_dataset: TestRows | Mapping[str, TestRows] | None,
         tokenizer: PreTrainedTokenizerBase,
         reward_fn: RewardFunctions,
         conversation_template: Conversation | None,
@@ -105,7 +111,13 @@ class ReasoningGym(SingleTurnEnvironment):
         on_failure: OnFailure = "raise",
         max_failure_share: float = 0.5,
         failure_retries: int = 0,
+        extract_answer: Callable[[str], str | None] | None = None,
     ) -> None:
+        require(
+            extract_answer is None or callable(extract_answer),
+            f"extract_answer is {extract_answer!r}; pass a function from text to text, or None",
+            TypeError,
+        )
         COUNT("data_batch_size_per_gpu", data_batch_size_per_gpu)
         OPTIONAL_COUNT("eval_batch_size", eval_batch_size)
         OPTIONAL_COUNT("max_context_length", max_context_length)
@@ -141,6 +153,7 @@ class ReasoningGym(SingleTurnEnvironment):
             eval_batch_size=eval_batch_size or max(_LEAST_EVAL_BATCH, data_batch_size_per_gpu),
             return_raw_completions=return_raw_completions,
             shares=shares,
+            extract_answer=extract_answer,
         )
         self.tokenizer, self.data_batch_size_per_gpu = tokenizer, data_batch_size_per_gpu
         self.name = "ReasoningGym"
@@ -185,6 +198,7 @@ class ReasoningGym(SingleTurnEnvironment):
                 that none is left to be held out.
         """
         source = ProceduralTask(task, size, seed, test_size, config, answer_tag)
+        settings = {"extract_answer": source.extract_answer} | settings
         rewards = with_task_score(source, reward_fn)
         template = conversation_template or default_template()
         env = cls(

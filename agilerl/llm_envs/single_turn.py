@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from agilerl.checks import require
+from agilerl.checks import COUNT, OPTIONAL_COUNT, require
 from agilerl.llm_envs.completion_checks import check_completions, takes_action
-from agilerl.llm_envs.dataset import PromptBatch, PromptDataset, TrainingBatches
+from agilerl.llm_envs.dataset import HeldOutRows, PromptBatch, TrainingBatches
 from agilerl.llm_envs.dataset.conversations import question_text
 from agilerl.llm_envs.failures import EvaluationRows
 from agilerl.llm_envs.rewards import RewardError, RewardPool
@@ -34,24 +34,27 @@ class SingleTurnEnvironment:
         eval_batch_size: Prompts per test batch.
         return_raw_completions: Whether ``step`` returns the texts of the completions too.
         shares: This process's number, and the number of processes that share the rows.
+        extract_answer: Finds the answer in the text of a completion, for majority votes.
     """
 
     def __init__(
         self,
         train: TrainingBatches,
-        test: PromptDataset | None,
+        test: HeldOutRows | None,
         rewards: RewardPool,
         reader: CompletionReader,
         eval_batch_size: int,
         return_raw_completions: bool = False,
         shares: tuple[int, int] = (0, 1),
+        extract_answer: Callable[[str], str | None] | None = None,
     ) -> None:
         self._train, self._test, self._rewards, self._reader = train, test, rewards, reader
         self.eval_batch_size = eval_batch_size
-        rank, self.num_processes = shares
+        self._extract_answer = extract_answer
+        self._rank, self.num_processes = shares
         """Processes that share the rows."""
-        # Equal shares would leave test rows out or score some twice.
-        self._test_rows = range(0 if test is None else len(test))[rank :: self.num_processes]
+        self._test_rows: Sequence[int] = ()
+        self._test_batch_size = eval_batch_size
         self._test_offset: int | None = None
         self._current: PromptBatch | None = None
 
@@ -184,13 +187,15 @@ class SingleTurnEnvironment:
         if self._test_offset is None:
             self._train.advance()
         else:
-            self._test_offset += self.eval_batch_size
+            self._test_offset += self._test_batch_size
         prompts = self._hand_out()
         if self.return_raw_completions:
             return prompts, scored.rewards, self.last_completions
         return prompts, scored.rewards
 
-    def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
+    def evaluate(
+        self, act: Act, loop: int = 1, *, rows: int | None = None, samples: int = 1
+    ) -> Evaluation:
         """Answer every test row (of this process's share) once, ``loop`` times over.
 
         Training is afterwards exactly where it was.
@@ -198,6 +203,9 @@ class SingleTurnEnvironment:
         Args:
             act: Answers prompts, each once or with a group.
             loop: Times to go through the test split.
+            rows: Answer only so many rows of each test set, drawn at random, always the same; None:
+                all.
+            samples: Answers per prompt that ``act`` gives: batches have that many prompts less.
 
         Returns:
             The answers that were scored.
@@ -208,48 +216,71 @@ class SingleTurnEnvironment:
             ValueError: There are no test rows.
             Exception: What :meth:`step` raises.
         """
-        rows = EvaluationRows(self._rewards.policy, "completions")
+        OPTIONAL_COUNT("rows", rows)
+        COUNT("samples", samples)
+        answered = EvaluationRows(self._rewards.policy, "completions")
         total = 0
-        with self.eval_mode():
-            assert self._test is not None
+        with self.eval_mode(rows, samples) as of_all_processes:
             for _ in range(loop):
                 prompts = self.reset()
                 while prompts:
-                    action = act(prompts)
+                    numbers, action = self._waiting_rows(), act(prompts)
                     known = {"action": action} if takes_action(self.step) else {}
                     prompts, scored = self.step(action.completion_ids, **known)[:2]
                     group = scored.shape[1]
                     total = loop * len(self._test_rows) * group
-                    for p, g in itertools.product(range(len(scored)), range(group)):
-                        rows.add(
-                            *(float(scored[p, g]), self.last_questions[p]),
-                            *(self.last_completions[p][g], self.last_failures[p][g]),
-                            answers=[self.last_answers[p]],
-                        )
-                    if excess := rows.excess(loop * len(self._test) * group):
+                    self._add_scored(answered, numbers, scored)
+                    if excess := answered.excess(loop * of_all_processes * group):
                         raise RewardError(excess)
-        return rows.result(total)
+        return answered.result(total)
+
+    def _add_scored(
+        self, answered: EvaluationRows, numbers: Sequence[int], scored: torch.Tensor
+    ) -> None:
+        """Add the answers of the last ``step``, whose rewards are ``(P, G)``."""
+        assert self._test is not None
+        for p, g in itertools.product(range(len(scored)), range(scored.shape[1])):
+            name, text = self._test.set_of(numbers[p]), self.last_completions[p][g]
+            answered.add(
+                *(float(scored[p, g]), self.last_questions[p], text, self.last_failures[p][g]),
+                numbers[p],
+                answers=[self.last_answers[p]],
+                sets=[] if name is None else [name],
+                final_answers=[] if self._extract_answer is None else [self._extract_answer(text)],
+            )
 
     @contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        """``reset`` and ``step`` go through the test rows inside it.
+    def eval_mode(self, rows: int | None = None, samples: int = 1) -> Iterator[int]:
+        """``reset`` and ``step`` go through the test rows inside it; gives their number, over all.
 
         Afterwards training is exactly where it was: a batch that was handed out can be stepped.
+
+        Args:
+            rows: As for :meth:`evaluate`.
+            samples: As for :meth:`evaluate`.
 
         Raises:
             ValueError: There are no test rows.
         """
+        test = self._test
         require(
-            self._test is not None,
+            test is not None,
             "test_dataset is None, so there is nothing to evaluate on; build the environment with "
             "test_dataset=...",
         )
+        assert test is not None
         outside = self._current, self._test_offset
+        rows_outside = self._test_rows, self._test_batch_size
         self._current, self._test_offset = None, 0
+        self._test_batch_size = max(1, self.eval_batch_size // samples)
+        numbers = range(len(test)) if rows is None else test.chosen(rows)
+        # Equal shares would leave test rows out or score some twice.
+        self._test_rows = numbers[self._rank :: self.num_processes]
         try:
-            yield
+            yield len(numbers)
         finally:
             self._current, self._test_offset = outside
+            self._test_rows, self._test_batch_size = rows_outside
 
     def state_dict(self) -> dict[str, Any]:
         """The training position: the first batch that is not scored yet. JSON-compatible."""
@@ -278,10 +309,14 @@ class SingleTurnEnvironment:
         if self._test_offset is None:
             self._current = self._train.current()
         elif self._test is not None:
-            end = self._test_offset + self.eval_batch_size
-            rows = self._test_rows[self._test_offset : end]
+            rows = self._waiting_rows()
             self._current = self._test.batch(rows) if rows else None
         return [] if self._current is None else list(self._current.prompts)
+
+    def _waiting_rows(self) -> Sequence[int]:
+        """The numbers of the test rows that are handed out."""
+        assert self._test_offset is not None
+        return self._test_rows[self._test_offset : self._test_offset + self._test_batch_size]
 
 
 def _texts(batch: PromptBatch) -> list[str]:

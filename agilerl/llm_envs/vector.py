@@ -239,8 +239,8 @@ class SyncMultiTurnVecEnv:
             played = self.play_evaluation(act)
             values, prompts = played.returns.tolist(), played.first_prompts
             of_episodes = zip(values, prompts, played.transcripts, played.failures, strict=True)
-            for value, prompt, text, failure in of_episodes:
-                rows.add(value, prompt, text, failure)
+            for seed, episode in zip(self._evaluation_seeds, of_episodes, strict=True):
+                rows.add(*episode, seed)
         return rows.result(loop * len(self._evaluation_seeds))
 
     def play_evaluation(self, act: Act) -> Episodes:

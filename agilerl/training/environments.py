@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from agilerl.training.protocols import DistributedEnv, SingleTurnEnv, Tokenizing
 
 if TYPE_CHECKING:
     from agilerl.distributed import Ranks
+    from agilerl.training.options import TrainingOptions
     from agilerl.training.protocols import Agent
     from agilerl.typing import MultiTurnEnv
 
@@ -52,6 +54,24 @@ def single_turn_environments(
         _check_prompts_fit(made, agent)
         _check_padding(made, agent)
     return environments
+
+
+def check_evaluation_arguments(env: Any, options: TrainingOptions) -> None:
+    """Refuse options of evaluations that an environment of the user's own does not know.
+
+    Raises:
+        TypeError: If its ``evaluate`` lacks the argument.
+    """
+    parameters = inspect.signature(env.evaluate).parameters.values()
+    names = {each.name for each in parameters}
+    anything = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    for name, argument in {"evaluation_rows": "rows", "evaluation_samples": "samples"}.items():
+        require(
+            vars(options)[name] is None or anything or argument in names,
+            f"{name}={vars(options)[name]} was given, but evaluate of {type(env).__name__} has no "
+            f"argument {argument}: add it, as ReasoningGym.evaluate has it, or leave {name} out.",
+            TypeError,
+        )
 
 
 def _check_processes(env: Any, ranks: Ranks) -> None:

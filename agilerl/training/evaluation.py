@@ -1,15 +1,27 @@
-"""Evaluations as training functions make them: they stop between batches when asked."""
+"""Evaluations as training functions make them, and the columns that they give."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from agilerl.algorithms.core.evaluation import EvaluationStopped
-from agilerl.distributed import Ranks
-from agilerl.training.interrupts import GracefulStop
+from agilerl.checks import require
+from agilerl.training.experience import accuracy
 from agilerl.typing import Act, ActionResult, EvaluableEnv, Evaluation, ReasoningPrompts
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from agilerl.distributed import Ranks
+    from agilerl.training.interrupts import GracefulStop
+    from agilerl.training.protocols import Row
 
 _evaluations = count()
 
@@ -41,25 +53,152 @@ class StopCheck:
         raise EvaluationStopped
 
 
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """How an agent is to be evaluated."""
+
+    before_answers: Callable[[], None]
+    """Called each time before it answers; raises ``EvaluationStopped`` to stop."""
+    rows: int | None = None
+    """Rows of each test set; None: all."""
+    samples: int | None = None
+    """Answers sampled per row; None: one, greedily."""
+
+
 class WatchedEnv:
-    """An environment in whose evaluations something is called before each batch of answers.
+    """An environment whose evaluations are made after a plan, and kept.
 
     Args:
         env: The environment, to which all else is left.
-        before_answers: What is called.
+        plan: The plan.
+        **arguments: Further arguments of the environment's ``evaluate``.
     """
 
-    def __init__(self, env: EvaluableEnv, before_answers: Callable[[], None]) -> None:
-        self._env, self._before_answers = env, before_answers
+    def __init__(self, env: EvaluableEnv, plan: EvaluationPlan, **arguments: Any) -> None:
+        self._env, self._plan, self._arguments = env, plan, arguments
+        self.evaluation = Evaluation(torch.zeros(0))
+        """The last one, of this process."""
 
     def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
         """As the environment's."""
 
         def answer(prompts: list[ReasoningPrompts]) -> ActionResult:
-            self._before_answers()
+            self._plan.before_answers()
             return act(prompts)
 
-        return self._env.evaluate(answer, loop)
+        self.evaluation = self._env.evaluate(answer, loop, **self._arguments)
+        return self.evaluation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The N answers of an evaluation, over all ranks once gathered.
+
+    Two samples of two rows, in a set each::
+
+        rewards        [1.0, 0.0, 1.0, 1.0]
+        rows           [0, 0, 1, 1]
+        sets           ["easy", "easy", "hard", "hard"]
+        final_answers  ["4", "5", "12", "12"]
+    """
+
+    rewards: torch.Tensor
+    """``(N,)`` float32."""
+    rows: list[int] = field(default_factory=list)
+    """As :attr:`agilerl.typing.Evaluation.rows`; so are ``sets`` and ``final_answers``."""
+    sets: list[str] = field(default_factory=list)
+    final_answers: list[str | None] = field(default_factory=list)
+
+
+def evaluated(rewards: np.ndarray, own: Evaluation, ranks: Ranks) -> Evaluated:
+    """What all ranks have evaluated.
+
+    Args:
+        rewards: ``(N,)``, of all ranks in their order.
+        own: This rank's evaluation.
+        ranks: The processes, which must all call this.
+    """
+    of_ranks = ranks.gather((own.rows, own.sets, own.final_answers))
+    joined = ([each for part in parts for each in part] for parts in zip(*of_ranks, strict=True))
+    return Evaluated(torch.as_tensor(rewards, dtype=torch.float32), *joined)
+
+
+def evaluation_statistics(
+    answers: Evaluated, accuracy_threshold: float, samples: int | None
+) -> Row:
+    """Columns of an evaluation besides its fitness.
+
+    Args:
+        answers: Of all ranks.
+        accuracy_threshold: Answers with at least this reward are right.
+        samples: How many were sampled per row; None: one greedy answer.
+
+    Raises:
+        ValueError: ``samples`` are asked for, but the environment does not say of which rows.
+    """
+    columns = {"eval_accuracy": accuracy(answers.rewards, accuracy_threshold)}
+    for name in dict.fromkeys(answers.sets):
+        of_set = [each == name for each in answers.sets]
+        columns[f"fitness/{name}"] = float(answers.rewards[torch.tensor(of_set)].mean())
+    if samples is None:
+        return columns
+    require(
+        len(answers.rows) == len(answers.rewards),
+        "evaluation_samples needs to know which answers are of the same row, and the Evaluation "
+        "that the environment returned does not say: have it fill in rows",
+    )
+    right = (answers.rewards >= torch.tensor(accuracy_threshold)).tolist()
+    of_rows: dict[int, list[int]] = {}
+    for number, row in enumerate(answers.rows):
+        of_rows.setdefault(row, []).append(number)
+    counts = [(len(of_row), sum(right[i] for i in of_row)) for of_row in of_rows.values()]
+    columns[f"avg@{samples}"] = sum(c / n for n, c in counts) / len(counts)
+    for k in sizes_of_pass(samples):
+        # Rows of which answers were dropped may have too few.
+        estimates = [pass_at_k(n, c, k) for n, c in counts if n >= k]
+        if estimates:
+            columns[f"pass@{k}"] = sum(estimates) / len(estimates)
+    if answers.final_answers:
+        votes = [
+            majority_is_right(
+                [answers.final_answers[i] for i in of_row], [right[i] for i in of_row]
+            )
+            for of_row in of_rows.values()
+        ]
+        columns[f"maj@{samples}"] = sum(votes) / len(votes)
+    return columns
+
+
+def sizes_of_pass(samples: int) -> list[int]:
+    """The k of the columns ``pass@k``: powers of two, and all samples."""
+    powers = [2**i for i in range(1, samples.bit_length()) if 2**i < samples]
+    return [*powers, samples]
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Probability that one of k answers is right, estimated without bias from more of them.
+
+    ``1 - C(n - c, k) / C(n, k)`` for n samples of which c are right: "Evaluating Large Language
+    Models Trained on Code", arXiv:2107.03374, equation 1.
+
+    Args:
+        samples: n, at least k.
+        right: c.
+        k: k.
+    """
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def majority_is_right(final_answers: Sequence[str | None], right: Sequence[bool]) -> bool:
+    """Whether the most frequent answer of a row is right; of several the one that came first.
+
+    Self-consistency, arXiv:2203.11171. Samples without an answer have no vote.
+    """
+    votes = Counter(answer for answer in final_answers if answer is not None)
+    if not votes:
+        return False
+    ((winner, _),) = votes.most_common(1)  # of equally frequent ones the first
+    return right[list(final_answers).index(winner)]

@@ -8,17 +8,19 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
-import torch
-
 from agilerl.algorithms.core.evaluation import EvaluationStopped
 from agilerl.distributed import Ranks
 from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.checkpoint.run_state import FORMAT, random_streams, set_random_streams
 from agilerl.training.checkpoint.saver import Elite, Saver
-from agilerl.training.evaluation import StopCheck
+from agilerl.training.evaluation import (
+    EvaluationPlan,
+    StopCheck,
+    evaluated,
+    evaluation_statistics,
+)
 from agilerl.training.experience import (
     Experience,
-    accuracy,
     gather_statistics,
     has_reward_variance,
     named_reward_statistics,
@@ -250,15 +252,15 @@ class TrainingLoop:
     def _evaluated(self, member: Member, check: StopCheck) -> Row:
         """What an evaluation adds to a row."""
         started = time.perf_counter()
-        rewards = torch.as_tensor(
-            member.collector.evaluate(member.agent, check), dtype=torch.float32
-        )
+        options = self.options
+        plan = EvaluationPlan(check, options.evaluation_rows, options.evaluation_samples)
+        answers = evaluated(*member.collector.evaluate(member.agent, plan), self.ranks)
         now = time.perf_counter()
         return {
             "evaluation_seconds": now - started,
             "wall_seconds": now - self._started,
             "fitness": float(member.agent.fitness[-1]),
-            "eval_accuracy": accuracy(rewards, self.options.accuracy_threshold),
+            **evaluation_statistics(answers, options.accuracy_threshold, plan.samples),
         }
 
     def _note_best(self) -> None:

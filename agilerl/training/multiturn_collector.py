@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
-from agilerl.training.evaluation import WatchedEnv
+from agilerl.training.evaluation import EvaluationPlan, WatchedEnv
 from agilerl.training.experience import (
     Experience,
     Sample,
@@ -21,7 +21,7 @@ from agilerl.training.rollouts import roll_out
 if TYPE_CHECKING:
     import numpy as np
 
-    from agilerl.typing import ActionResult
+    from agilerl.typing import ActionResult, Evaluation
 
 
 class MultiTurnCollector:
@@ -73,11 +73,14 @@ class MultiTurnCollector:
         (agent,) = agents
         return [EpisodeRollout(self.env, self.order, agent.group_size)]
 
-    def evaluate(self, agent: Agent, before_answers: Callable[[], None]) -> np.ndarray:
+    def evaluate(self, agent: Agent, plan: EvaluationPlan) -> tuple[np.ndarray, Evaluation]:
         """Returns of the agent on the evaluation seeds."""
         # The same batches however many seeds the last training batch had.
         self.env.batch_size, self.env.group_size = self.order.batch_size, agent.group_size
-        return agent.test(WatchedEnv(self.env, before_answers))
+        env = WatchedEnv(self.env, plan)
+        if plan.samples is None:
+            return agent.test(env), env.evaluation
+        return agent.test(env, loop=plan.samples, samples=1), env.evaluation
 
     def facts(self) -> dict[str, Any]:
         """The training seeds, their order and the position in it, and the episodes' limits."""

@@ -28,6 +28,8 @@ _RULES: dict[str, Callable[[str, Any], None]] = {
     "max_wall_seconds": Number(0, open_low=True, optional=True),
     "exit_code_on_sigterm": Number(0, 255, integer=True),
     "evaluation_interval": COUNT,
+    "evaluation_rows": OPTIONAL_COUNT,
+    "evaluation_samples": OPTIONAL_COUNT,
     "evo_steps": OPTIONAL_COUNT,
     "tournament": InstanceOf(Selection, "a selection such as agilerl.hpo.TournamentSelection"),
     "checkpoint_steps": OPTIONAL_COUNT,
@@ -68,6 +70,8 @@ class TrainingOptions:
     max_wall_seconds: float | None = None
     exit_code_on_sigterm: int = 143
     evaluation_interval: int = 10
+    evaluation_rows: int | None = None
+    evaluation_samples: int | None = None
     checkpoint_steps: int | None = None
     checkpoint_path: str | Path | None = None
     keep_checkpoints: int = 2
@@ -130,12 +134,18 @@ class TrainingOptions:
         Raises:
             ValueError: Naming the option.
         """
-        needing = {"tournament": self.tournament is not None, "save_elite": bool(self.save_elite)}
-        for name, given in needing.items():
+        choosing = {"tournament": self.tournament is not None, "save_elite": bool(self.save_elite)}
+        for name, given in choosing.items():
             require(
                 evaluates or not given,
                 f"{name} chooses agents by their fitness, but there is none without held-out data "
                 "(test_dataset=None): give the environment a test_dataset, or leave it out.",
+            )
+        for name in ("evaluation_rows", "evaluation_samples"):
+            require(
+                evaluates or vars(self)[name] is None,
+                f"{name}={vars(self)[name]} was given, but there is no held-out data to evaluate "
+                "on (test_dataset=None): give the environment a test_dataset, or leave it out.",
             )
 
     def check_elite_path(self, run_directory: Path) -> None:

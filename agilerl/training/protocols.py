@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from agilerl.llm.config import SamplingConfig
+    from agilerl.training.evaluation import EvaluationPlan
     from agilerl.training.experience import Experience
     from agilerl.typing import Act, ActionResult, Evaluation, ExperiencesType
 
@@ -70,7 +71,7 @@ class Agent(Protocol):
         truncated: Any = None,
     ) -> dict[str, float]: ...
 
-    def test(self, env: Any) -> np.ndarray: ...
+    def test(self, env: Any, loop: int = 1, *, samples: int | None = None) -> np.ndarray: ...
 
     def sampling_config(self, training: bool = True) -> SamplingConfig: ...
 
@@ -185,13 +186,15 @@ class Collector(Protocol):
     def collect(self, agent: Agent) -> Experience:
         """Let the agent act once in the training environment."""
 
-    def evaluate(self, agent: Agent, before_answers: Callable[[], None]) -> np.ndarray:
-        """Rewards of the whole evaluation, one per row; appends their mean to ``agent.fitness``.
+    def evaluate(self, agent: Agent, plan: EvaluationPlan) -> tuple[np.ndarray, Evaluation]:
+        """Rewards of the whole evaluation, one per answer; appends their mean to ``agent.fitness``.
 
         Args:
             agent: Who is evaluated.
-            before_answers: Called each time before the agent answers; raises ``EvaluationStopped``
-                when the evaluation is to stop.
+            plan: How.
+
+        Returns:
+            The rewards of all ranks, and this rank's evaluation.
         """
 
     def facts(self) -> dict[str, Any]:

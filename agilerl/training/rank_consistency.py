@@ -25,6 +25,8 @@ SHARED_OPTIONS = (
     "max_wall_seconds",
     "exit_code_on_sigterm",
     "evaluation_interval",
+    "evaluation_rows",
+    "evaluation_samples",
     "checkpoint_steps",
     "checkpoint_path",
     "keep_checkpoints",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from agilerl.checks import missing_members, require, warn_once
 from agilerl.llm_envs.completion_checks import takes_action
-from agilerl.training.evaluation import WatchedEnv
+from agilerl.training.evaluation import EvaluationPlan, WatchedEnv
 from agilerl.training.experience import (
     Experience,
     Sample,
@@ -33,7 +33,7 @@ from agilerl.training.rollouts import roll_out
 if TYPE_CHECKING:
     import numpy as np
 
-    from agilerl.typing import ActionResult, ReasoningPrompts
+    from agilerl.typing import ActionResult, Evaluation, ReasoningPrompts
 
 logger = logging.getLogger(__name__)
 
@@ -192,9 +192,15 @@ class ReasoningCollector:
             kept = kept if env.last_sample_mask is None else env.last_sample_mask.cpu()
         return failures, kept
 
-    def evaluate(self, agent: Agent, before_answers: Callable[[], None]) -> np.ndarray:
-        """Rewards of the agent on every row of the test split."""
-        return agent.test(WatchedEnv(self.env, before_answers))
+    def evaluate(self, agent: Agent, plan: EvaluationPlan) -> tuple[np.ndarray, Evaluation]:
+        """Rewards of the agent on the rows of the test split."""
+        # Environments of the user need not know of these.
+        chosen = {} if plan.rows is None else {"rows": plan.rows}
+        if plan.samples is None:
+            env = WatchedEnv(self.env, plan, **chosen)
+            return agent.test(env), env.evaluation
+        env = WatchedEnv(self.env, plan, samples=plan.samples, **chosen)
+        return agent.test(env, samples=plan.samples), env.evaluation
 
     def facts(self) -> dict[str, Any]:
         """Data, their order, and the position in it."""

@@ -11,7 +11,11 @@ from agilerl.checks import COUNT
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.failures import OnFailure
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
-from agilerl.training.environments import fitting_factory, single_turn_environments
+from agilerl.training.environments import (
+    check_evaluation_arguments,
+    fitting_factory,
+    single_turn_environments,
+)
 from agilerl.training.logs.sinks import require_trackers
 from agilerl.training.multiturn_collector import MultiTurnCollector
 from agilerl.training.options import TrainingOptions, options_among
@@ -53,6 +57,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     keep_checkpoints: int = 2,
     max_wall_seconds: float | None = None,
     exit_code_on_sigterm: int = 143,
+    evaluation_rows: int | None = None,
+    evaluation_samples: int | None = None,
 ) -> list[AgentT]:
     """Finetune a population on single-turn tasks.
 
@@ -111,6 +117,11 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
             before it was resumed included.
         exit_code_on_sigterm: 143, which is 128 + 15, is what a program that SIGTERM ended has: it
             tells a scheduler that the job is not done. 0: that it is.
+        evaluation_rows: Evaluate on so many rows of each test set, drawn at random, the same ones
+            every time; None: on all.
+        evaluation_samples: Evaluate on so many answers per row, k of them, sampled as in training,
+            with columns ``avg@k``, ``pass@k`` and, where answers can be compared, ``maj@k``; None:
+            one greedy answer per row. See ``docs/training.md``.
 
     Returns:
         ``pop``, trained.
@@ -144,6 +155,7 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     )
     population = Population(pop, collectors)
     options.check_evaluation(population.evaluates)
+    check_evaluation_arguments(envs[0], options)
     run_training(population, options, envs[0].name, total, ranks)
     return pop
 
@@ -177,6 +189,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     *,
     keep_checkpoints: int = 2,
     exit_code_on_sigterm: int = 143,
+    evaluation_samples: int | None = None,
     groups_per_iteration: int = 8,
     train_seeds: int = 1024,
     evaluation_episodes: int = 64,
@@ -231,6 +244,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
             and it at None: one pass over the training seeds.
         keep_checkpoints: As in :func:`finetune_llm_reasoning`.
         exit_code_on_sigterm: As in :func:`finetune_llm_reasoning`.
+        evaluation_samples: Play every evaluation seed so often, with actions sampled as in
+            training, as in :func:`finetune_llm_reasoning`; None: once, greedily.
         groups_per_iteration: Training seeds played per iteration, over all processes.
         train_seeds: The training seeds are ``0 .. train_seeds - 1``.
         evaluation_episodes: Episodes of an evaluation.

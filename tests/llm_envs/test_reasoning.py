@@ -605,7 +605,7 @@ def test_the_contracts_signature() -> None:
         "reward_timeout": 60.0, "reward_workers": 16,
         "eval_batch_size": None, "reward_weights": None, "skip_special_tokens": True,
         "chat_template_kwargs": None, "on_failure": "raise", "max_failure_share": 0.5,
-        "failure_retries": 0,
+        "failure_retries": 0, "extract_answer": None,
     }  # fmt: skip
     rest = dict(list(parameters.items())[10:])
     assert {name: parameter.default for name, parameter in rest.items()} == ours

@@ -57,6 +57,8 @@ def test_signature_is_the_contract() -> None:
         "keep_checkpoints": 2,
         "max_wall_seconds": None,
         "exit_code_on_sigterm": 143,
+        "evaluation_rows": None,
+        "evaluation_samples": None,
     }
     assert list(parameters)[:4] == ["pop", "env", "env_fn", "init_hp"]
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forking import on_two_ranks
@@ -29,6 +30,7 @@ from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.testing import byte_tokenizer
 from agilerl.training import rank_consistency
 from agilerl.training.checkpoint.saver import Elite
+from agilerl.training.evaluation import evaluated, evaluation_statistics
 from agilerl.training.multiturn_collector import MultiTurnCollector
 from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Population
@@ -348,6 +350,25 @@ def test_a_signal_to_one_process_stops_the_evaluation_of_all(
     other = results[1 - told][1]
     assert other == 2 if batches[1 - told] == 2 else 0 < other < 1000
     assert (tmp_path / "run" / "iteration_00000000" / "run_state.json").is_file()
+
+
+def test_an_evaluation_is_of_all_processes(tmp_path: Path) -> None:
+    """Answers are in the order of ranks, as the rewards of ``agent.test`` are."""
+
+    def action(ranks: Ranks) -> Any:
+        own = [
+            Evaluation(torch.ones(1), rows=[0], sets=["a"], final_answers=["x"]),
+            Evaluation(torch.zeros(2), rows=[1, 1], sets=["b"] * 2, final_answers=["y", None]),
+        ][ranks.rank]
+        answers = evaluated(np.array([1.0, 0.0, 0.0]), own, ranks)
+        return answers.rows, evaluation_statistics(answers, 1.0, 2)
+
+    results = on_two_ranks(tmp_path, action)
+    assert results[0] == results[1]
+    rows, columns = results[0]
+    assert rows == [0, 1, 1]
+    assert (columns["fitness/a"], columns["fitness/b"]) == (1.0, 0.0)
+    assert (columns["avg@2"], columns["maj@2"]) == (0.5, 0.5)
 
 
 def test_a_failure_on_one_process_is_noted_as_its_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,12 +19,13 @@ from agilerl.algorithms.checkpoint.save import save
 from agilerl.algorithms.core.action_result import action_result, unpadded_prompts
 from agilerl.algorithms.core.evaluation import EvaluationStopped, evaluate, scores_of_all_ranks
 from agilerl.algorithms.core.lora_agent import LoRAAgent
+from agilerl.checks import OPTIONAL_COUNT
 from agilerl.distributed import ranks_of
 from agilerl.llm.causal_lm import context_length, eos_token_ids
 from agilerl.llm.config import ForwardConfig, SamplingConfig
 from agilerl.llm.generation import Completions, GenerationRequest
 from agilerl.llm.generation.vllm.config import VLLMConfig
-from agilerl.typing import ActionResult, ReasoningPrompts
+from agilerl.typing import Act, ActionResult, ReasoningPrompts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -56,7 +58,9 @@ class LLMAlgorithm(LoRAAgent):
             TypeError: If a prompt is no dict with these two tensors.
             ValueError: If there is no prompt, or one is too long for ``max_model_len``.
         """
-        request = self.generation_request(obs, training, repeat_prompts)
+        return self._answers(self.generation_request(obs, training, repeat_prompts))
+
+    def _answers(self, request: GenerationRequest) -> ActionResult:
         self.generator.sync(self.policy)
         completions = self.generator.generate(
             request.prompts, request.samples_per_prompt, request.sampling, request.rng
@@ -92,8 +96,8 @@ class LLMAlgorithm(LoRAAgent):
         with self.generator.session():
             yield
 
-    def test(self, env: Any, loop: int = 1) -> np.ndarray:
-        """Evaluate greedily: on the test split, or in episodes with fixed seeds.
+    def test(self, env: Any, loop: int = 1, *, samples: int | None = None) -> np.ndarray:
+        """Evaluate, on the test split or in episodes with fixed seeds.
 
         Args:
             env: A ``ReasoningGym``, whose training position is untouched; a
@@ -101,26 +105,47 @@ class LLMAlgorithm(LoRAAgent):
                 environment, which plays the seeds 0 to ``loop - 1``; or any other that follows
                 ``agilerl.typing.EvaluableEnv``.
             loop: How many times to go through the split, or the evaluation seeds.
+            samples: Answer each prompt so often, sampled as in training; None: once, greedily. An
+                environment of several turns takes one answer per prompt: raise ``loop`` there. What
+                is sampled depends on the agent's seed and the number of its evaluations, and
+                training samples the same whether there was an evaluation or not.
 
         Returns:
-            ``(loop · rows,)`` float32 rewards, one per test row or (the return of an) episode;
-            their mean is appended to ``fitness``. With several processes, the rewards of all of
-            them in the order of ranks, so that fitness is the same on each. Answers that failed
-            and were dropped are not among them.
+            ``(loop · rows · samples,)`` float32 rewards, one per answer or (the return of an)
+            episode; their mean is appended to ``fitness``. With several processes, the rewards of
+            all of them in the order of ranks, so that fitness is the same on each. Answers that
+            failed and were dropped are not among them.
 
         Raises:
             RuntimeError: If more answers failed than the environment's ``max_failure_share``.
             TypeError: If the environment has no ``evaluate``.
-            ValueError: If ``loop`` is not positive.
+            ValueError: If ``loop`` or ``samples`` is not positive.
         """
+        OPTIONAL_COUNT("samples", samples)
         ranks = ranks_of(self.accelerator)
+        act: Act = partial(self.get_action, training=False)
+        if samples is not None:
+            seed = random.Random(f"{self.seed} {len(self.fitness)} {ranks.rank}").getrandbits(63)
+            act = partial(self._sampled, samples, torch.Generator().manual_seed(seed))
         evaluation = None
         # The adapter is merged once for all answers, and all ranks leave the rollout together.
         with self.rollout(), contextlib.suppress(EvaluationStopped):
-            evaluation = evaluate(env, partial(self.get_action, training=False), loop)
+            evaluation = evaluate(env, act, loop)
         scores = scores_of_all_ranks(evaluation, ranks)
         self.fitness.append(float(scores.mean()))
         return scores
+
+    def _sampled(
+        self, samples: int, rng: torch.Generator, prompts: Sequence[ReasoningPrompts]
+    ) -> ActionResult:
+        """``samples`` answers of each prompt; ``rng`` is not that of training."""
+        request = self.generation_request(prompts)
+        sampling, chunk = request.sampling, request.sampling.chunk_size
+        if chunk is not None:  # as many sequences at a time as in training
+            sampling = replace(sampling, chunk_size=max(1, chunk * self.group_size // samples))
+        return self._answers(
+            replace(request, samples_per_prompt=samples, sampling=sampling, rng=rng)
+        )
 
     def sampling_config(self, training: bool = True) -> SamplingConfig:
         """How completions are drawn, from the attributes as they are now."""

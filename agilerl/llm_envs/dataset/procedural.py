@@ -75,13 +75,16 @@ class ProceduralTask:
 
     def score_answer(self, completion: str, entry: Entry) -> float:
         """The task's own score, 0 to 1; 0 without an answer, or with one that it cannot read."""
-        answer = completion.strip() if self._answer_tag is None else self._extract(completion)
+        answer = self.extract_answer(completion)
         try:
             return float(self._dataset.score_answer(answer, dict(entry)))
         except _UNREADABLE:
             return 0.0
 
-    def _extract(self, completion: str) -> str | None:
+    def extract_answer(self, completion: str) -> str | None:
+        """What a completion gives as its answer; None: it has no tags."""
+        if self._answer_tag is None:
+            return completion.strip()
         from reasoning_gym.utils import extract_answer
 
         found: str | None = extract_answer(completion, tag_name=self._answer_tag)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from agilerl.checks import require
 from agilerl.llm.prompts import Conversation
 from agilerl.llm_envs.dataset.batches import ShuffledBatches, TrainingBatches
 from agilerl.llm_envs.dataset.conversations import ConversationReader
+from agilerl.llm_envs.dataset.held_out import HeldOutRows
 from agilerl.llm_envs.dataset.prompt_dataset import PromptDataset, PromptReader
 from agilerl.llm_envs.dataset.repetition import RepetitionCheck
 from agilerl.llm_envs.dataset.rows import Rows, read_rows
@@ -28,6 +29,33 @@ def read_training_rows(dataset: Any) -> Rows | Stream:
 
     name = "train_dataset"
     return (Stream if isinstance(dataset, IterableDataset) else read_rows)(name, dataset)
+
+
+def read_test_sets(dataset: Any) -> dict[str | None, Rows]:
+    """The rows of what the user passed as ``test_dataset``, by the name of their set.
+
+    Raises:
+        TypeError: Of no kind that is known; a name that is no text.
+        ValueError: No rows; no set; an empty name.
+    """
+    if dataset is None:
+        return {}
+    if not isinstance(dataset, Mapping):
+        return {None: read_rows("test_dataset", dataset)}
+    require(len(dataset) > 0, "test_dataset is an empty dict; pass rows by name, or None")
+    for name in dataset:
+        require(
+            isinstance(name, str),
+            f"test_dataset has the name {name!r}; names of test sets must be text",
+            TypeError,
+        )
+        require(name.strip() != "", "test_dataset has a set without a name; give it one")
+    return {name: read_rows(_name_of_set(name), rows) for name, rows in dataset.items()}
+
+
+def _name_of_set(name: str | None) -> str:
+    """What messages call a test set."""
+    return "test_dataset" if name is None else f"test_dataset[{name!r}]"
 
 
 def _given_length(max_context_length: int | None) -> int:
@@ -54,16 +82,20 @@ class Splits:
 
     def __init__(self, train_dataset: Any, test_dataset: Any) -> None:
         self.train = read_training_rows(train_dataset)
-        self.test = None if test_dataset is None else read_rows("test_dataset", test_dataset)
+        self.test = read_test_sets(test_dataset)
+        """The test sets by name, a single one by None; none: there is no evaluation."""
 
     @property
     def column_names(self) -> list[str]:
-        """Columns of both splits: a reward that asks for one gets it in evaluation too."""
-        return [c for c in self.train.column_names if c in self._held_out.column_names]
+        """Columns of all splits: a reward that asks for one gets it in evaluation too."""
+        columns = [rows.column_names for rows in self.test.values()]
+        return [c for c in self.train.column_names if all(c in names for names in columns)]
 
     def check_answers(self, asked: Collection[str]) -> None:
         """Raise ValueError if a split has no answers although a reward asks for them."""
-        for name, rows in {"train_dataset": self.train, "test_dataset": self._held_out}.items():
+        splits: dict[str, Rows | Stream] = {"train_dataset": self.train}
+        splits |= {_name_of_set(name): rows for name, rows in self.test.items()}
+        for name, rows in splits.items():
             require(
                 "answer" not in asked or "answer" in rows.column_names,
                 f"{name} has no column 'answer', only {rows.column_names}, and a reward asks for "
@@ -90,7 +122,7 @@ class Splits:
         seed: int,
         rank: int,
         processes: int,
-    ) -> tuple[TrainingBatches, PromptDataset | None]:
+    ) -> tuple[TrainingBatches, HeldOutRows | None]:
         """Training batches and, if there are any, the held-out rows.
 
         Args:
@@ -120,12 +152,13 @@ class Splits:
 
     def _held_out_prompts(
         self, reader: PromptReader, max_context_length: int | None
-    ) -> tuple[PromptDataset | None, RepetitionCheck | None]:
-        if self.test is None:
+    ) -> tuple[HeldOutRows | None, RepetitionCheck | None]:
+        if not self.test:
             return None, None
-        test = PromptDataset("test_dataset", self.test, reader, max_context_length)
+        test = HeldOutRows(
+            {
+                name: PromptDataset(_name_of_set(name), rows, reader, max_context_length)
+                for name, rows in self.test.items()
+            }
+        )
         return test, RepetitionCheck(test.prompt_keys)
-
-    @property
-    def _held_out(self) -> Rows | Stream:
-        return self.train if self.test is None else self.test
