@@ -33,6 +33,7 @@ from agilerl.llm.config import (
     RatioLevel,
     Reduction,
     SamplingConfig,
+    ScheduleKind,
 )
 from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.losses import policy_objective
@@ -66,12 +67,12 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         hp_config: Hyperparameters that evolution may mutate, with their limits: of ``lr``,
             ``beta``, ``clip_coef``, ``group_size``, ``batch_size``, ``micro_batch_size_per_gpu``,
             ``update_epochs``, ``temperature``, ``max_grad_norm``, ``adv_clip_range``,
-            ``entropy_coef`` and ``vllm_importance_sampling_cap``.
+            ``entropy_coef``, ``vllm_importance_sampling_cap`` and ``weight_decay``.
         index: Place in a population.
         batch_size: Sequences per optimizer step, over all processes: a multiple of their number.
         beta: Weight of the KL penalty towards the reference policy; with 0 the reference forward is
             skipped.
-        lr: Learning rate of AdamW.
+        lr: Learning rate; see ``lr_schedule``.
         clip_coef: c clips the ratio to ``[1 - c, 1 + c]``; a tuple is the absolute band
             ``(lo, hi)``. For CISPO use ``(0.0, 5.0)``: a positive lower bound raises the weight of
             tokens that have become less likely.
@@ -98,7 +99,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         hf_generate_chunk_size: Prompts generated at a time, each with its whole group; None: as
             many as make 256 sequences. Evaluation decodes one sequence per prompt.
         lora_config: The adapter; None: rank 16 on every linear layer but the head.
-        cosine_lr_schedule_config: Warm-up and cosine decay, advanced by one per ``learn``.
+        cosine_lr_schedule_config: Warm-up and cosine decay, advanced by one per ``learn``; the same
+            as ``lr_schedule="cosine"``.
         accelerator: Trains over its processes: by summing gradients, or with its DeepSpeed plugin's
             ZeRO stage 0, 1, 2 or 3. It also decides the device. None: a single process.
         device: Where the model runs, without an accelerator.
@@ -166,6 +168,14 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         mask_truncated_completions: Leave completions that were cut off by their length, and
             truncated episodes, out of the loss and its normalisers; their rewards still count in
             their groups' means and stds.
+        weight_decay: Decoupled weight decay of AdamW, a share of ``lr``.
+        adam_betas: AdamW's decay rates of the means of the gradient and of its square.
+        lr_schedule: ``"constant"``, or after the warm-up ``"linear"`` or ``"cosine"`` decay to
+            zero; one step of the schedule per ``learn``. None: ``cosine_lr_schedule_config``
+            decides, or constant.
+        lr_schedule_steps: Calls of ``learn`` until the learning rate is zero, warm-up included.
+        warmup_steps: Calls of ``learn`` in which the learning rate rises linearly to ``lr``; below
+            1 a share of ``lr_schedule_steps``.
 
     Raises:
         ValueError: For a value out of range, named with what is allowed.
@@ -246,6 +256,11 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         advantage_baseline: Baseline = "group_mean",
         entropy_coef: float = 0.0,
         top_entropy_quantile: float | None = None,
+        weight_decay: float = 0.0,
+        adam_betas: tuple[float, float] = (0.9, 0.999),
+        lr_schedule: ScheduleKind | None = None,
+        lr_schedule_steps: int | None = None,
+        warmup_steps: float = 0,
     ) -> None:
         super().__init__(locals())
         if action_granularity is not None:
@@ -288,7 +303,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             ``mean_loss``, ``mean_kl`` (nan with ``beta=0``, which spares the reference pass),
             ``clip_fraction``, ``entropy``, ``grad_norm``, ``ratio_mean``, ``ratio_max``,
             ``advantage_mean``, ``advantage_std``, ``completion_length`` (generated tokens),
-            ``zero_variance_groups``, ``skipped_steps``, and with a correction
+            ``zero_variance_groups``, ``skipped_steps``, ``lr`` (the actor's, with which this call
+            stepped), and with a correction
             ``importance_weight_mean``, ``importance_weight_max``, ``importance_weight_capped``,
             ``importance_weight_nonfinite`` (the share of weights that are inf or nan) and
             ``sampler_kl``, the KL divergence in nats from the sampler's policy to the trainer's:
@@ -344,6 +360,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             require_sampling_logps(batch, ranks)
 
         self.engine.set_lr(list(self.learning_rates().values()))
+        self.engine.set_adamw(self.optimizer_settings())
+        lr = float(self.optimizer.param_groups[0]["lr"])
         metrics = run_update(
             self.policy,
             self.engine,
@@ -356,7 +374,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         )
         self.engine.advance_schedule()
         equal_groups = zero_variance_groups(returns, self.group_size, kept)
-        return {**metrics.result(), **batch_metrics(batch, generated, equal_groups, ranks)}
+        measured = batch_metrics(batch, generated, equal_groups, ranks)
+        return {**metrics.result(), **measured, "lr": lr}
 
     def sampling_config(self, training: bool = True) -> SamplingConfig:
         """How completions are drawn, from the attributes as they are now.

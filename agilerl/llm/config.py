@@ -6,8 +6,11 @@ Nothing derived is cached on the agent, so a mutated ``clip_coef``, ``temperatur
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 LossType = Literal["grpo", "gspo", "cispo"]
 RatioLevel = Literal["token", "turn", "trajectory"]
@@ -19,6 +22,9 @@ ImportanceAnchor = Literal["old", "sampler"]
 ImportanceCorrection = Literal[
     "token_truncate", "token_mask", "geometric_mask", "sequence_truncate", "sequence_mask"
 ]
+ScheduleKind = Literal["constant", "linear", "cosine"]
+# Called with parameter groups as torch's optimizers take them, and the learning rate.
+OptimizerFactory = Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,34 @@ class CosineLRScheduleConfig:
             )
         if not 0.0 <= self.warmup_proportion < 1.0:
             raise ValueError(f"warmup_proportion is {self.warmup_proportion}; it must be in [0, 1)")
+
+    def to_schedule(self) -> LRSchedule:
+        """The same with its warm-up in calls of ``learn``."""
+        return LRSchedule("cosine", self.num_epochs, int(self.num_epochs * self.warmup_proportion))
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """How the learning rate changes from one call of ``learn`` to the next.
+
+    With w warm-up calls the first has 1/w of the learning rate, the w-th all of it. After n further
+    calls of d, ``"linear"`` has 1 - n/d of it and ``"cosine"`` (1 + cos(πn/d)) / 2, down to zero.
+    """
+
+    kind: ScheduleKind
+    steps: int | None
+    """Calls of ``learn`` until it is zero, warm-up included; None: constant."""
+    warmup: int = 0
+    """Calls of ``learn`` spent warming up."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Which optimizer, with its settings but for the learning rate."""
+
+    kind: Literal["adamw", "adamw_8bit"] | OptimizerFactory = "adamw"
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,10 @@ def plain() -> torch.Tensor:
         {"seed": 45},
         pytest.param({"lora_config": lora()}, id="lora_config"),  # its text is in random order
         {"cosine_lr_schedule_config": CosineLRScheduleConfig(10, warmup_proportion=0.5)},
+        {"lr_schedule": "linear", "lr_schedule_steps": 10, "warmup_steps": 0.5},
+        {"lr_schedule": "constant", "warmup_steps": 2},
+        {"weight_decay": 0.1},
+        {"adam_betas": (0.5, 0.9)},
     ],
     ids=str,
 )
@@ -90,6 +94,8 @@ def test_it_changes_the_update(changes: dict[str, Any], plain: torch.Tensor) -> 
         {"loss_reduction": "sequence"},
         {"clip_coef": (0.8, 1.2)},
         {"cosine_lr_schedule_config": CosineLRScheduleConfig(10)},
+        {"lr_schedule": "constant"},
+        {"lr_schedule": "linear", "lr_schedule_steps": 10},
     ],
     ids=str,
 )
@@ -191,6 +197,34 @@ def test_warm_up_and_cosine_values() -> None:
     assert agent.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2), "one step per learn"
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # By hand: warm-up to 1 in 2 calls, then 4 calls down to 0 from the whole rate.
+        (("cosine", 6, 1 / 3), [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447, 0.0, 0.0]),
+        (("linear", 6, 2), [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
+        (("linear", 4, 0), [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
+        (("constant", None, 4), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        (("constant", 8, 0.25), [0.5, 1.0, 1.0, 1.0]),
+        (("constant", None, 0), [1.0, 1.0, 1.0]),
+    ],
+)
+def test_the_rate_of_each_learn(
+    settings: tuple[Any, int | None, float], expected: list[float]
+) -> None:
+    kind, steps, warmup = settings
+    agent = make_agent(lr=1e-2, lr_schedule=kind, lr_schedule_steps=steps, warmup_steps=warmup)
+    rates = [train(agent)["lr"] / 1e-2 for _ in expected]
+    assert rates == pytest.approx(expected, abs=1e-6)
+
+
+def test_weight_decay_shrinks_the_weights_by_its_share_of_the_rate() -> None:
+    one_step: dict[str, Any] = {"lr": 1e-2, "update_epochs": 1, "batch_size": 8}
+    before = weights(randomise(make_agent()))
+    decayed, plain = (trained(**one_step, weight_decay=decay)[0] for decay in (0.5, 0.0))
+    torch.testing.assert_close(decayed - plain, -1e-2 * 0.5 * before, atol=1e-6, rtol=1e-4)
+
+
 def test_lora_config_and_scope_choose_the_targets() -> None:
     names = make_agent(lora_config=lora()).policy.parameters()
     assert {name.split(".self_attn.")[1].split(".")[0] for name in names} == {"q_proj", "v_proj"}
@@ -270,6 +304,8 @@ def test_mutated_attributes_take_effect_at_the_next_call() -> None:
         ("update_epochs", 1),
         ("max_grad_norm", 1e-9),
         ("entropy_coef", 0.05),
+        ("weight_decay", 0.5),
+        ("adam_betas", (0.5, 0.9)),
     ],
 )
 def test_mutation_equals_construction(name: str, value: Any) -> None:

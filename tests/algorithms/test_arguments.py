@@ -37,7 +37,7 @@ def test_what_evolution_may_mutate() -> None:
     assert mutable == {
         "lr", "beta", "clip_coef", "group_size", "batch_size", "micro_batch_size_per_gpu",
         "update_epochs", "temperature", "max_grad_norm", "adv_clip_range",
-        "vllm_importance_sampling_cap", "entropy_coef",
+        "vllm_importance_sampling_cap", "entropy_coef", "weight_decay",
     }  # fmt: skip
 
 

@@ -141,6 +141,17 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("entropy_coef", -0.1, ValueError, "-0.1.*at least 0"),
     ("top_entropy_quantile", 1.0, ValueError, "1.0.*above 0 and below 1"),
     ("top_entropy_quantile", 0, ValueError, "0.*above 0 and below 1"),
+    ("weight_decay", -0.1, ValueError, "-0.1.*at least 0"),
+    ("adam_betas", 0.9, TypeError, r"0.9.*two numbers in \[0, 1\)"),
+    ("adam_betas", (0.9, "0.99"), TypeError, "'0.99'.*two numbers"),
+    ("adam_betas", (0.9, 1.0), ValueError, "1.0.*two numbers"),
+    ("adam_betas", (0.9,), ValueError, "0.9.*two numbers"),
+    ("lr_schedule", "step", ValueError, "'step'.*'linear'"),
+    ("lr_schedule", "cosine", ValueError, "'cosine'.*lr_schedule_steps is None.*calls of learn"),
+    ("lr_schedule_steps", 0, ValueError, "0.*at least 1"),
+    ("lr_schedule_steps", 10, ValueError, "10.*lr_schedule is None.*'linear'"),
+    ("warmup_steps", -1, ValueError, "-1.*at least 0"),
+    ("warmup_steps", 5, ValueError, "5.*lr_schedule is None.*'constant'"),
     *((flag, "yes", TypeError, "'yes'.*True or False") for flag in FLAGS),
 ]
 UNSUPPORTED = {
@@ -173,6 +184,32 @@ def test_unsupported_option_names_itself(name: str) -> None:
 def test_exactly_the_later_machinery_is_unsupported() -> None:
     table = GRPO.argument_table()
     assert {name for name, row in table.items() if not row.supported} == set(UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"lr_schedule": "linear", "cosine_lr_schedule_config": CosineLRScheduleConfig(5)},
+            "lr_schedule is 'linear', but cosine_lr_schedule_config is given too",
+        ),
+        (
+            {"lr_schedule": "constant", "warmup_steps": 0.1},
+            "warmup_steps is 0.1, a share of lr_schedule_steps, but that is None",
+        ),
+        (
+            {"lr_schedule": "constant", "warmup_steps": 2.5},
+            "warmup_steps is 2.5; it must be a whole number",
+        ),
+        (
+            {"lr_schedule": "linear", "lr_schedule_steps": 5, "warmup_steps": 5},
+            "warmup_steps is 5; it must be below lr_schedule_steps, which is 5",
+        ),
+    ],
+)
+def test_schedules_that_contradict_themselves_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_agent(model=MODEL, **given)
 
 
 def test_constant_reduction_needs_the_constant() -> None:

@@ -30,6 +30,7 @@ from agilerl.llm.plan import plan_mini_batches
 KEYS = {
     "mean_loss", "mean_kl", "clip_fraction", "entropy", "grad_norm", "ratio_mean", "ratio_max",
     "advantage_mean", "advantage_std", "completion_length", "zero_variance_groups", "skipped_steps",
+    "lr",
 }  # fmt: skip
 CORRECTION = {
     "importance_weight_mean", "importance_weight_max", "importance_weight_capped",

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from agilerl.distributed import Ranks, mean_and_std
-from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.llm.config import LRSchedule
 from agilerl.llm.engine.all_reduce import AllReduceEngine
 from agilerl.llm.engine.local import LocalEngine, set_learning_rate
 
-SCHEDULE = CosineLRScheduleConfig(num_epochs=10, warmup_proportion=0.2)
+SCHEDULE = LRSchedule("cosine", 10, warmup=2)
 
 
 def trained_engine(value: float = 1.0) -> tuple[nn.Parameter, LocalEngine]:
@@ -74,7 +74,7 @@ def test_mean_and_std_are_unbiased(values: list[float]) -> None:
 @pytest.mark.parametrize("saved_schedule", [None, SCHEDULE])
 @pytest.mark.parametrize("live_schedule", [None, SCHEDULE])
 def test_the_live_learning_rate_is_kept_whatever_was_saved(
-    saved_schedule: CosineLRScheduleConfig | None, live_schedule: CosineLRScheduleConfig | None
+    saved_schedule: LRSchedule | None, live_schedule: LRSchedule | None
 ) -> None:
     source = LocalEngine([nn.Parameter(torch.ones(2))], 0.1, saved_schedule)
     for _ in range(3):
@@ -106,7 +106,7 @@ def rates(engine: LocalEngine) -> tuple[float, float | None]:
 
 @pytest.mark.parametrize("schedule", [None, SCHEDULE])
 def test_restored_rates_go_on_as_those_of_the_state(
-    schedule: CosineLRScheduleConfig | None,
+    schedule: LRSchedule | None,
 ) -> None:
     """The optimizer's own rate, and which rate is still to be taken over."""
     source = LocalEngine([nn.Parameter(torch.ones(2))], 0.1, schedule)
@@ -136,7 +136,7 @@ def test_rates_of_a_state_that_does_not_say_which_was_taken_over() -> None:
 
 @pytest.mark.parametrize(("live", "saved"), [(None, SCHEDULE), (SCHEDULE, None)])
 def test_rates_under_another_kind_of_schedule_are_not_restored(
-    live: CosineLRScheduleConfig | None, saved: CosineLRScheduleConfig | None
+    live: LRSchedule | None, saved: LRSchedule | None
 ) -> None:
     engine = LocalEngine([nn.Parameter(torch.ones(2))], 0.02, live)
     before = rates(engine)

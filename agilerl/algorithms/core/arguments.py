@@ -49,7 +49,6 @@ from agilerl.checks import (
     require,
     warn,
 )
-from agilerl.llm.config import CosineLRScheduleConfig
 from agilerl.llm.engine.accelerator_config import (
     check_accelerator,
     rank_batch_size,
@@ -161,9 +160,6 @@ class LLMArguments:
         InstanceOf(LoraConfig, "a peft.LoraConfig"), None, resumed=False
     )
     lora_target_scope: str | None = argument(check_text, None, resumed=False)
-    cosine_lr_schedule_config: CosineLRScheduleConfig | None = argument(
-        InstanceOf(CosineLRScheduleConfig, "a CosineLRScheduleConfig"), None
-    )
     accelerator: Accelerator | None = argument(check_accelerator, None, saved=False)
     device: Any = argument(check_device, "cpu", saved=False)
     wrap: bool = argument(FLAG, True, saved=False)

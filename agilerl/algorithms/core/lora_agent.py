@@ -12,16 +12,16 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig, PeftModel
 
-from agilerl.algorithms.core.arguments import LLMArguments
 from agilerl.algorithms.core.build_policy import build_policy
 from agilerl.algorithms.core.evolvable import EvolvableAlgorithm
+from agilerl.algorithms.core.optimizer_arguments import OptimizerArguments
 from agilerl.algorithms.core.registry import NetworkGroup, OptimizerConfig
 from agilerl.checks import require, warn_once
 from agilerl.distributed import ranks_of
 from agilerl.llm.adapters import copy_adapter
 from agilerl.llm.config import CosineLRScheduleConfig
 from agilerl.llm.engine.build import build_engine
-from agilerl.llm.engine.local import LocalEngine, cosine_schedule, set_learning_rate
+from agilerl.llm.engine.local import LocalEngine, build_schedule, set_learning_rate
 from agilerl.llm.generation import Generator
 from agilerl.llm.generation.build import GeneratorSettings, build_generator
 from agilerl.llm.generation.vllm.config import VLLMConfig
@@ -31,7 +31,7 @@ from agilerl.llm.update import SkippedSteps
 logger = logging.getLogger(__name__)
 
 
-class LoRAAgent(LLMArguments, EvolvableAlgorithm):
+class LoRAAgent(OptimizerArguments, EvolvableAlgorithm):
     """An agent's adapters on a shared base model, with its optimizer and generator.
 
     Hyperparameters are plain attributes, read at every call: a changed ``agent.temperature`` or
@@ -134,8 +134,9 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
         return build_engine(
             groups,
             self.lr,
-            self.cosine_lr_schedule_config,
+            self.schedule(),
             self.accelerator if self.wrap else None,
+            self.optimizer_settings(),
         )
 
     @property
@@ -151,7 +152,7 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
 
     @property
     def lr_scheduler(self) -> Any:
-        """The cosine schedule, or None."""
+        """The learning rate's schedule, or None where it is constant."""
         return self.engine.scheduler
 
     def reinit_optimizers(self, optimizer: OptimizerConfig | None = None) -> None:
@@ -197,8 +198,8 @@ class LoRAAgent(LLMArguments, EvolvableAlgorithm):
         """
         actor, others = lr if isinstance(lr, tuple) else (lr, lr)
         set_learning_rate(optimizer, [actor] + [others] * (len(optimizer.param_groups) - 1))
-        return accelerator, None if scheduler_config is None else cosine_schedule(
-            optimizer, scheduler_config
+        return accelerator, None if scheduler_config is None else build_schedule(
+            optimizer, scheduler_config.to_schedule()
         )
 
     def use_adapter(self, adapter_name: str) -> None:

@@ -96,8 +96,8 @@ def settings_without_effect(accelerator: Accelerator | None) -> list[str]:
         return []
     config = deepspeed_config(accelerator)
     instead = {
-        "optimizer": "AdamW with the agent's lr is used",
-        "scheduler": "cosine_lr_schedule_config decides",
+        "optimizer": "the agent's optimizer and lr decide",
+        "scheduler": "lr_schedule decides",
         "gradient_clipping": "max_grad_norm decides",
     }
     ignored = [

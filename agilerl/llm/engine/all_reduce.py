@@ -6,7 +6,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from agilerl.distributed import Ranks
-from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.llm.config import LRSchedule, OptimizerSettings
 from agilerl.llm.engine.local import LocalEngine
 
 
@@ -18,19 +18,21 @@ class AllReduceEngine(LocalEngine):
 
     Args:
         parameters: What is trained, in groups or not; overwritten with the values of rank 0.
-        lr: Learning rate of AdamW, for groups that do not name their own.
+        lr: Learning rate, for groups that do not name their own.
         schedule: Warm-up and decay of it; None: constant.
         ranks: The processes that step together.
+        settings: Of the optimizer.
     """
 
     def __init__(
         self,
         parameters: ParamsT,
         lr: float,
-        schedule: CosineLRScheduleConfig | None,
+        schedule: LRSchedule | None,
         ranks: Ranks,
+        settings: OptimizerSettings | None = None,
     ) -> None:
-        super().__init__(parameters, lr, schedule)
+        super().__init__(parameters, lr, schedule, settings)
         self.ranks = ranks
         ranks.broadcast(self.parameters)
 

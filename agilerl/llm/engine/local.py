@@ -1,4 +1,4 @@
-"""The engine of a single process: plain torch, AdamW over the trained adapters' parameters."""
+"""The engine of a single process: a plain optimizer over the trained adapters' parameters."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 from torch.optim.optimizer import ParamsT
 
 from agilerl.distributed import Ranks
-from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.llm.config import LRSchedule, OptimizerSettings
+from agilerl.llm.engine.optimizers import build_optimizer
 
 
-def cosine_schedule(
-    optimizer: torch.optim.Optimizer, config: CosineLRScheduleConfig
-) -> SequentialLR:
-    """Linear warm-up from 1/n of the learning rate, then a cosine to zero, per ``learn``."""
-    warmup = int(config.num_epochs * config.warmup_proportion)
-    decay = max(config.num_epochs - warmup, 1)
+def build_schedule(optimizer: torch.optim.Optimizer, schedule: LRSchedule) -> SequentialLR:
+    """Linear warm-up from 1/n of the learning rate, then what ``schedule`` says, per ``learn``."""
+    warmup, kind = schedule.warmup, schedule.kind
+    decay = max((schedule.steps or 0) - warmup, 1)
 
-    def cosine(epoch: int) -> float:
-        return 0.5 * (1.0 + math.cos(math.pi * min(epoch / decay, 1.0)))
+    def after_warmup(epoch: int) -> float:
+        done = min(epoch / decay, 1.0)
+        if kind == "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * done))
+        return 1.0 - done if kind == "linear" else 1.0
 
-    schedules: list[LRScheduler] = [LambdaLR(optimizer, cosine)]
+    schedules: list[LRScheduler] = [LambdaLR(optimizer, after_warmup)]
     if warmup:
         schedules.insert(0, LambdaLR(optimizer, lambda epoch: min((epoch + 1) / warmup, 1.0)))
     return SequentialLR(optimizer, schedules, milestones=[warmup] if warmup else [])
@@ -64,8 +66,9 @@ class LocalEngine:
     Args:
         parameters: What is trained, as torch's optimizers take it: parameters, or groups of them
             such as ``{"params": [...], "lr": 1e-4}``.
-        lr: Learning rate of AdamW, for groups that do not name their own.
+        lr: Learning rate, for groups that do not name their own.
         schedule: Warm-up and decay of it; None: constant.
+        settings: Of the optimizer.
     """
 
     lockstep = False
@@ -76,14 +79,16 @@ class LocalEngine:
         self,
         parameters: ParamsT,
         lr: float,
-        schedule: CosineLRScheduleConfig | None = None,
+        schedule: LRSchedule | None = None,
+        settings: OptimizerSettings | None = None,
     ) -> None:
-        self.optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+        self.settings = settings or OptimizerSettings()
+        self.optimizer = build_optimizer(parameters, lr, self.settings)
         groups = self.optimizer.param_groups
         self.parameters: list[nn.Parameter] = [p for group in groups for p in group["params"]]
         self.lrs: list[float] = [group["lr"] for group in groups]
         """The learning rate of each parameter group as last set by :meth:`set_lr`."""
-        self.scheduler = None if schedule is None else cosine_schedule(self.optimizer, schedule)
+        self.scheduler = None if schedule is None else build_schedule(self.optimizer, schedule)
         self.ranks = Ranks()
         self.loss_scale = 1.0
 
@@ -103,6 +108,12 @@ class LocalEngine:
                     group["initial_lr"] = new
         self._follow_peaks()
         self.lrs = lrs
+
+    def set_adamw(self, settings: OptimizerSettings) -> None:
+        """Take over weight decay and betas; an optimizer of the user's own has its own."""
+        if isinstance(settings.kind, str):
+            for group in self.optimizer.param_groups:
+                group |= {"weight_decay": settings.weight_decay, "betas": settings.betas}
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients, of ``loss_scale`` times the loss."""

@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 
 from agilerl.distributed import Ranks
 from agilerl.llm.checkpoint.optimizer_shards import Fragment, Shard
-from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.llm.config import LRSchedule, OptimizerSettings
 from agilerl.llm.engine.local import LocalEngine
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,6 +40,7 @@ class ZeroEngine(LocalEngine):
         ranks: The processes that step together.
         zero_optimization: That section of the DeepSpeed configuration; its ``stage`` and
             ``offload_optimizer`` count.
+        settings: Of AdamW: what DeepSpeed partitions has no other form.
 
     Raises:
         ValueError: If a parameter is not float32.
@@ -49,11 +50,12 @@ class ZeroEngine(LocalEngine):
         self,
         parameters: ParamsT,
         lr: float,
-        schedule: CosineLRScheduleConfig | None,
+        schedule: LRSchedule | None,
         ranks: Ranks,
         zero_optimization: Mapping[str, Any],
+        settings: OptimizerSettings | None = None,
     ) -> None:
-        super().__init__(parameters, lr, schedule)
+        super().__init__(parameters, lr, schedule, settings)
         for parameter in self.parameters:
             if parameter.dtype != torch.float32:
                 raise ValueError(
