@@ -355,9 +355,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         )
         batch = replace(batch, advantages=advantages, loss_mask=loss_mask)
         cut_off = self._masked(truncated, trajectories).to(batch.device)
-        batch, generated = batch.of_trajectories(kept & ~cut_off), batch.of_trajectories(kept)
         if self.importance_anchor == "sampler":
-            require_sampling_logps(batch, ranks)
+            require_sampling_logps(batch, kept & ~cut_off, ranks)
+        batch, generated = batch.of_trajectories(kept & ~cut_off), batch.of_trajectories(kept)
 
         self.engine.set_lr(list(self.learning_rates().values()))
         self.engine.set_adamw(self.optimizer_settings())

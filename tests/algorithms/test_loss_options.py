@@ -72,7 +72,9 @@ def test_every_completion_that_counts_needs_the_samplers_log_probs() -> None:
     with pytest.raises(ValueError, match=r"sampling_logps is None for row 0.*importance_anchor"):
         train(agent)
     assert torch.equal(before, weights(agent))
-    kept = torch.tensor([True] * 5 + [False] + [True] * 2)
+    kept = torch.tensor([False] + [True] * 4 + [False] + [True] * 2)
+    with pytest.raises(ValueError, match=r"sampling_logps is None for row 6.*importance_anchor"):
+        train(agent, sampling_logps=[*logps()[:6], None, logps()[7]], sample_mask=kept)
     assert train(agent, sampling_logps=some, sample_mask=kept)["grad_norm"] > 0
 
 

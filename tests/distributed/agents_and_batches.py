@@ -41,6 +41,24 @@ CREDIT = {
     "whiten_advantages": True,
     "loss_reduction": "token",
 }
+OPTIONS = {
+    "beta": 0.0,
+    "advantage_baseline": "leave_one_out",
+    "adv_norm": "batch_std",
+    "advantage_granularity": "turn",
+    "loss_reduction": "prompt",
+    "entropy_coef": 0.02,
+    "top_entropy_quantile": 0.6,
+    "importance_correction": "geometric_mask",
+    "importance_floor": 0.9,
+}
+AGAINST_SAMPLER = {
+    "beta": 0.0,
+    "loss_type": "cispo",
+    "clip_coef": (0.0, 5.0),
+    "importance_anchor": "sampler",
+    "batch_size": 16,
+}
 # The trajectories that ``sample_mask`` keeps: some of one prompt, one and all of the others.
 LEFT = torch.tensor([[True, False, True, True], [False, False, True, False], [True] * GROUP])
 COSINE = CosineLRScheduleConfig(num_epochs=10, warmup_proportion=0.3)
@@ -67,6 +85,11 @@ class Data:
             self.rewards[prompts],
             [self.turns[p] for p in prompts],
         )
+
+    def sampling_logps(self) -> list[torch.Tensor]:
+        """Of a sampler that is not the trainer; a row has the same ones in every part."""
+        rows = [(ids[0], m) for ids, mask in zip(self.ids, self.masks, strict=True) for m in mask]
+        return [-5.5 + 0.5 * torch.sin(torch.arange(int(m.sum())) + ids.sum()) for ids, m in rows]
 
     def experiences(self) -> tuple[Any, Any, Any]:
         return self.ids, self.masks, self.rewards.sum(-1)

@@ -43,6 +43,7 @@ SOME_CASES = {
         "one_step_grpo",
         "no_actions_on_rank_0",
         "all_left_out_on_rank_0",
+        "options_of_the_loss",
         "mini_batches",
         "ten_steps",
         "non_finite",

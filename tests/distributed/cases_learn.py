@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from agents_and_batches import (
+    AGAINST_SAMPLER,
     COSINE,
     CREDIT,
     LEFT,
+    OPTIONS,
     PROMPTS_OF_RANK,
     TOKENIZER,
     data,
@@ -138,6 +140,27 @@ def all_left_out_on_rank_0(accelerator: Any) -> dict[str, Any]:
     before = weights(idle)
     metrics = part.learned_by(idle, sample_mask=mask & False)
     return result | {"idle": torch.equal(before, weights(idle)), "idle_metrics": metrics}
+
+
+@case
+def options_of_the_loss(accelerator: Any) -> dict[str, Any]:
+    """What is over the batch or mini-batch of all ranks; then ratios against the sampler."""
+    part = mine(accelerator)
+    agent = make_agent(accelerator, **OPTIONS)
+    together = part.learned_by(agent, per_turn=True, sampling_logps=part.sampling_logps())
+    first = found(agent, together)
+    agent = make_agent(accelerator, **AGAINST_SAMPLER)
+    against = part.learned_by(agent, sampling_logps=part.sampling_logps())
+    second = found(agent, against)
+    idle = make_agent(accelerator, **AGAINST_SAMPLER)
+    logps = part.sampling_logps()
+    refusal = ""
+    try:
+        missing = [None] * len(logps) if accelerator.process_index == 1 else logps
+        part.learned_by(idle, sampling_logps=missing)
+    except ValueError as error:
+        refusal = str(error)
+    return {"together": first, "against": second, "refusal": refusal}
 
 
 @case

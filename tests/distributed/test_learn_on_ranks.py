@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agents_and_batches import COSINE, CREDIT, LEFT, Data, data, make_agent, moments, weights
+from agents_and_batches import (
+    AGAINST_SAMPLER,
+    COSINE,
+    CREDIT,
+    LEFT,
+    OPTIONS,
+    Data,
+    data,
+    make_agent,
+    moments,
+    weights,
+)
 from case_settings import each_setting
 from cases_learn import mutate, parameters_of_two_groups, step_two_groups, update_with
 
@@ -105,6 +116,18 @@ def test_what_ranks_leave_out_is_left_out_of_the_whole_batch(ranks: Ranks) -> No
     assert_same([rank["plain"] for rank in ranks], plain, metrics, atol=1e-5)
     metrics = data().learned_by(credit, per_turn=True, sample_mask=LEFT)
     assert_same([rank["credit"] for rank in ranks], credit, metrics, atol=1e-5)
+
+
+@each_setting("options_of_the_loss")
+def test_options_of_the_loss_are_over_all_ranks(ranks: Ranks) -> None:
+    logps = data().sampling_logps()
+    for name, settings in (("together", OPTIONS), ("against", AGAINST_SAMPLER)):
+        agent = make_agent(**settings)
+        per_turn = name == "together"
+        metrics = data().learned_by(agent, per_turn=per_turn, sampling_logps=logps)
+        assert_same([rank[name] for rank in ranks], agent, metrics, atol=1e-5)
+    for rank in ranks:
+        assert "sampling_logps is None for row 0" in rank["refusal"]
 
 
 @each_setting("all_left_out_on_rank_0")

@@ -126,15 +126,20 @@ def check_trajectory_ids(trajectory_ids: Any, rows: int) -> torch.Tensor:
     return ids.long()
 
 
-def require_sampling_logps(batch: TrainBatch, ranks: Ranks) -> None:
-    """Refuse, on all ranks together, a batch with trained rows that the sampler said nothing of.
+def require_sampling_logps(batch: TrainBatch, counts: torch.Tensor, ranks: Ranks) -> None:
+    """Refuse, on all ranks together, a batch with rows to train that the sampler said nothing of.
+
+    Args:
+        batch: All rows.
+        counts: ``(N,)`` bool, the trajectories that are trained.
+        ranks: The processes that train.
 
     Raises:
         ValueError: If there are any on any rank.
     """
 
     def refuse() -> None:
-        missing = batch.loss_mask.any(1)
+        missing = batch.loss_mask.any(1) & counts[batch.trajectory_of_row]
         if batch.has_sampling_logp is not None:
             missing = missing & ~batch.has_sampling_logp
         require(
