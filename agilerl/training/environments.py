@@ -115,6 +115,7 @@ def fitting_factory(
     env_factory: Callable[..., MultiTurnEnv],
     env_config: Mapping[str, Any] | None,
     agents: Sequence[Agent],
+    max_turns: int,
 ) -> tuple[Callable[[], MultiTurnEnv], str]:
     """A function that makes multi-turn environments which fit the agents.
 
@@ -125,13 +126,15 @@ def fitting_factory(
         env_factory: Makes an environment.
         env_config: Its keyword arguments.
         agents: Who will play in them.
+        max_turns: Of an episode; an environment that counts turns itself must have the same.
 
     Returns:
         The function, and the class of the environment inside the wrapper, for the run's name.
 
     Raises:
         TypeError: If ``env_factory`` or ``env_config`` is of the wrong kind.
-        ValueError: If an environment does not fit the agents' contexts.
+        ValueError: If an environment does not fit the agents' contexts, or has another
+            ``max_turns``.
     """
     require(
         callable(env_factory),
@@ -151,6 +154,12 @@ def fitting_factory(
             return made
 
     first = make()
+    own = getattr(first, "max_turns", max_turns)
+    require(
+        own == max_turns,
+        f"max_turns={max_turns} was given to finetune_llm_multiturn, but env_factory made an "
+        f"environment with max_turns={own}: give both the same.",
+    )
     unused.append(first)
     return make, type(getattr(first, "env", first)).__name__
 

@@ -284,10 +284,11 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     if options.tournament is not None:
         options.tournament.check_size(len(pop))
     require_trackers(tensorboard=tensorboard, wb=wb)
+    COUNT("max_turns", max_turns)
     COUNT("groups_per_iteration", groups_per_iteration)
     COUNT("train_seeds", train_seeds)
     groups = per_process("groups_per_iteration", groups_per_iteration, ranks)
-    make_env, name = fitting_factory(env_factory, env_config, pop)
+    make_env, name = fitting_factory(env_factory, env_config, pop, max_turns)
     # One per agent, so that their episodes can be played at the same time.
     envs = [
         SyncMultiTurnVecEnv(

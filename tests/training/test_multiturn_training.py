@@ -348,7 +348,12 @@ def test_a_crash_is_not_reinforced() -> None:
     [
         ({"env_factory": Echo}, TypeError, "has to be wrapped"),
         ({"env_factory": 3}, TypeError, "env_factory"),
-        ({"max_turns": 0}, ValueError, "max_turns"),
+        ({"max_turns": 0}, ValueError, "max_turns is 0; it must be at least 1"),
+        (
+            {"max_turns": 4},
+            ValueError,
+            "max_turns=4 was given to finetune_llm_multiturn, but .* with max_turns=3",
+        ),
         ({"groups_per_iteration": 0}, ValueError, "groups_per_iteration is 0"),
         ({"train_seeds": 1.5}, TypeError, "train_seeds is 1.5"),
         ({"max_wall_seconds": 0}, ValueError, "max_wall_seconds is 0; it must be above 0"),

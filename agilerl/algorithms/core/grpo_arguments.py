@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from agilerl.algorithms.core.argument_rules import check_clip_coef
 from agilerl.algorithms.core.arguments import POSITIVE, LLMArguments, argument
 from agilerl.algorithms.core.registry import HyperparameterConfig
-from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, Number, OneOf, require, warn
+from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, Number, OneOf, require, warn, warn_once
 from agilerl.llm.config import (
     AdvantageConfig,
     AdvNorm,
@@ -24,6 +25,8 @@ from agilerl.llm.config import (
 )
 from agilerl.llm.engine.accelerator_config import rank_batch_size, rank_micro_batch_size
 from agilerl.llm.losses import LOSS_TABLE, clip_band
+
+logger = logging.getLogger(__name__)
 
 GRANULARITIES = ("auto", "trajectory", "turn")
 
@@ -96,6 +99,7 @@ class GRPOArguments(LLMArguments):
             f"dual_clip is {arguments['dual_clip']}, but loss_type is 'cispo', whose weights "
             "clip_coef bounds already; leave dual_clip at None",
         )
+        _warn_of_narrow_cispo(arguments)
         level = arguments["importance_sampling_level"]
         pooled = arguments["loss_type"] == "gspo" and level in ("token", "turn")
         if pooled and not arguments["clone"]:  # a clone would only repeat it
@@ -154,6 +158,20 @@ class GRPOArguments(LLMArguments):
             needs_old=self.importance_anchor == "old",
             needs_entropy=self.entropy_coef != 0.0,
             top_entropy_quantile=self.top_entropy_quantile,
+        )
+
+
+def _warn_of_narrow_cispo(arguments: Mapping[str, Any]) -> None:
+    """Say what a scalar ``clip_coef``, PPO's convention, means for CISPO."""
+    clip = arguments["clip_coef"]
+    scalar = arguments["loss_type"] == "cispo" and not isinstance(clip, tuple | list)
+    if scalar and not arguments["clone"]:
+        warn_once(
+            logger,
+            "clip_coef is %g, so that CISPO's weights are kept in [%g, %g]: next to no token gets "
+            "another weight than 1. Usual is a cap without a lower bound: clip_coef=(0.0, 5.0).",
+            clip,
+            *clip_band(clip),
         )
 
 

@@ -8,7 +8,8 @@ from numbers import Real
 from typing import Any
 
 from agilerl.algorithms.core.arguments import LLMArguments, argument
-from agilerl.checks import OPTIONAL_COUNT, InstanceOf, Number, OneOf, require
+from agilerl.checks import OPTIONAL_COUNT, InstanceOf, Number, OneOf, require, warn_once
+from agilerl.distributed import ranks_of
 from agilerl.llm.config import (
     CosineLRScheduleConfig,
     LRSchedule,
@@ -17,6 +18,9 @@ from agilerl.llm.config import (
 )
 
 logger = logging.getLogger(__name__)
+
+LOWEST_USUAL_LR = 1e-6
+"""Below it LoRA adapters hardly move."""
 
 
 def check_betas(name: str, value: Any) -> None:
@@ -45,6 +49,13 @@ class OptimizerArguments(LLMArguments):
         """Refuse values that contradict each other."""
         super().check_together(arguments)
         _check_schedule(arguments)
+        rank = ranks_of(arguments["accelerator"]).rank
+        if arguments["lr"] < LOWEST_USUAL_LR and rank == 0 and not arguments["clone"]:
+            warn_once(
+                logger,
+                "lr is below 1e-6, as its default of 5e-7 is. That suits full finetuning; a LoRA "
+                "adapter hardly moves in a hundred steps. Pass lr=1e-5 to 1e-4.",
+            )
 
     def optimizer_settings(self) -> OptimizerSettings:
         """Which optimizer, and its settings, from the attributes as they are now."""
