@@ -75,7 +75,11 @@ def main(iterations: int, folder: Path) -> None:
         gradient_checkpointing=False,
     )
     finetune_llm_reasoning(
-        [agent], env=env, max_steps=PROMPTS_PER_STEP * iterations, checkpoint_path=folder
+        [agent],
+        env=env,
+        max_steps=PROMPTS_PER_STEP * iterations,
+        checkpoint_path=folder,
+        max_reward=sum(WEIGHTS.get(name, 1.0) for name in REWARDS if name != "overlong"),
     )
     with (folder / "metrics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["reward_mean"]]
@@ -86,7 +90,9 @@ def main(iterations: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--output", type=Path, default=Path("demo_output/reward_list"))
     arguments = parser.parse_args()

@@ -124,13 +124,13 @@ def _as_json(value: Any) -> Any:
 
 
 def check_template_arguments(
-    chat_template_kwargs: Mapping[str, Any] | None, has_template: bool
+    chat_template_kwargs: Mapping[str, Any] | None, chat_template: str | None
 ) -> dict[str, Any]:
     """Check further arguments of the chat template.
 
     Args:
         chat_template_kwargs: Such as ``{"enable_thinking": False}``.
-        has_template: Whether there is a chat template that gets them.
+        chat_template: The template that gets them; None: there is none.
 
     Returns:
         They, ``{}`` for None.
@@ -154,14 +154,12 @@ def check_template_arguments(
             remedy = "set tokenizer.chat_template instead"
         require(
             name not in _SET_BY_RENDERER,
-            f"chat_template_kwargs has {name!r}, which is not the template's to know: {remedy}",
+            f"chat_template_kwargs has {name!r}, which is set by the rendering itself: {remedy}",
         )
-    if chat_template_kwargs and not has_template:
-        warn_once(
-            logger,
-            "chat_template_kwargs %s have no effect: no chat template is used.",
-            sorted(chat_template_kwargs),
-        )
+    unused = [name for name in chat_template_kwargs if name not in (chat_template or "")]
+    if unused:
+        why = "no chat template is used" if chat_template is None else "the template has no such"
+        warn_once(logger, "chat_template_kwargs %s have no effect: %s.", sorted(unused), why)
     return dict(chat_template_kwargs)
 
 
@@ -208,6 +206,12 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None
 
 
+def template_text(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The chat templates of a tokenizer, which may have several by name."""
+    template = getattr(tokenizer, "chat_template", None)
+    return "".join(template.values()) if isinstance(template, dict) else template
+
+
 class PromptEncoder:
     """Turns conversations into prompts.
 
@@ -233,7 +237,7 @@ class PromptEncoder:
         )
         self.tokenizer = tokenizer
         self.chat_template_kwargs = check_template_arguments(
-            chat_template_kwargs, has_chat_template(tokenizer)
+            chat_template_kwargs, template_text(tokenizer)
         )
         if not has_chat_template(tokenizer):
             logger.warning(

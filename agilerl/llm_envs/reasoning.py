@@ -84,7 +84,7 @@ class ReasoningGym(SingleTurnEnvironment):
             majority vote.
 
     Raises:
-        TypeError: An argument of the wrong type; a reward whose parameter names nothing.
+        TypeError: An argument of the wrong type; a reward with an unknown parameter.
         ValueError: A missing column, no rows (or none that fits), a row that gives no prompt, a
             size below 1, a template that shows no column, a tokenizer without a pad token.
     """
@@ -162,7 +162,7 @@ class ReasoningGym(SingleTurnEnvironment):
     @classmethod
     def from_reasoning_gym(  # noqa: PLR0913 - options of the task, and of the environment
         cls,
-        task: str | ProceduralDataset,
+        task: str | Sequence[str] | ProceduralDataset,
         tokenizer: PreTrainedTokenizerBase,
         *,
         size: int | None = None,
@@ -177,12 +177,13 @@ class ReasoningGym(SingleTurnEnvironment):
         """A task of reasoning-gym, scored by its own ``score_answer``.
 
         Args:
-            task: A name, such as ``"chain_sum"``, or a dataset of reasoning-gym.
+            task: A name, such as ``"chain_sum"``, a list of names, or a dataset of reasoning-gym.
             tokenizer: The model's tokenizer.
             size: Training questions; None: 1,000, or the dataset's.
             seed: Of the questions and of the training order; None: 42, or the dataset's.
             test_size: Held-out questions, none of which is a training question; 0: no evaluation.
-            config: Further parameters of the task, such as ``{"max_terms": 3}``.
+            config: Further parameters of the task, such as ``{"max_terms": 3}``; of several tasks,
+                such dicts by name.
             answer_tag: The answer is what stands between ``<answer>`` and ``</answer>``, for
                 ``"answer"``; None: all of the completion.
             reward_fn: Further rewards. They may ask for ``metadata``, and for ``entry``, all that

@@ -108,6 +108,23 @@ def test_a_dataset_goes_in_as_it_is() -> None:
     assert step_with(env, [f"<answer>{answer}</answer>" for answer in env.answers]) == expected
 
 
+def test_several_tasks() -> None:
+    config = {"chain_sum": {"min_terms": 2, "max_terms": 2}}
+    env = make(["chain_sum", "spell_backward"], size=40, test_size=5, config=config)
+    kinds = {question.split()[0] for question in evaluated(env) + trained(env)}
+    assert kinds == {"State", "Spell"}
+    sums = [text.split(":")[1] for text in trained(env) if text.startswith("State")]
+    assert all(text.count(" + ") + text.count(" - ") == 1 for text in sums)
+
+
+def trained(env: ReasoningGym) -> list[str]:
+    return [prompt["text"].split("user\n")[1] for prompts in env.upcoming(5) for prompt in prompts]
+
+
+def evaluated(env: ReasoningGym) -> list[str]:
+    return env.evaluate(answer_nothing).questions
+
+
 def test_further_rewards() -> None:
     def short(completion: str, metadata: dict[str, Any], entry: dict[str, Any]) -> float:
         assert entry["metadata"] == metadata
@@ -139,9 +156,10 @@ def test_few_questions(caplog: pytest.LogCaptureFixture) -> None:
     ("arguments", "error", "message"),
     [
         ({"task": "chain_sums"}, ValueError, "no task 'chain_sums'; did you mean 'chain_sum'"),
+        ({"task": ["ab"], "config": {"chain_sum": {}}}, ValueError, "config names .'chain_sum'."),
         ({"task": 3}, TypeError, "task is 3; it must be the name"),
-        ({"config": {"terms": 2}}, ValueError, "chain_sum does not take {'terms': 2"),
-        ({"config": {"min_terms": 0}}, ValueError, "chain_sum does not take {'min_terms': 0"),
+        ({"config": {"terms": 2}}, ValueError, "chain_sum does not take {'terms': 2}"),
+        ({"config": {"min_terms": 0}}, ValueError, "chain_sum does not take {'min_terms': 0}"),
         ({"size": 0}, ValueError, "size"),
         ({"reward_fn": {"score_answer": len}}, ValueError, "reward_fn has the name 'score_answer'"),
         ({"test_size": -1}, ValueError, "test_size"),

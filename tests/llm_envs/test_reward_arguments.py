@@ -97,10 +97,10 @@ def test_a_builtin_without_signature_is_called_by_position() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda completion, anwser: 0.0, "'anwser', .*did you mean 'answer'"),
-        (lambda completion, difficulty: 0.0, "'difficulty', which names nothing that there is[.]"),
+        (lambda completion, anwser: 0.0, "'anwser' .*did you mean 'answer'"),
+        (lambda completion, difficulty: 0.0, "has the unknown parameter 'difficulty'[.]"),
         (lambda completion, answer, q: 0.0, "'q'"),
-        (lambda completion, test=None: 0.0, "'test', .*did you mean 'tests'"),
+        (lambda completion, test=None: 0.0, "'test' .*did you mean 'tests'"),
         (lambda completions, answer: 0.0, "did you mean 'completion'.*batched_reward"),
         (lambda text, **kwargs: 0.0, "'text'"),
         (lambda text: 0.0, "three arguments"),

@@ -20,6 +20,7 @@ from agilerl.llm.prompts import (
     check_template_arguments,
     has_chat_template,
     render_conversation,
+    template_text,
 )
 from agilerl.llm_envs.conversation.text_environment import contents, without_tool_role
 
@@ -64,7 +65,9 @@ class TurnBoundary:
                 "The tokenizer has no chat template: observations and answers are concatenated as "
                 "they are.",
             )
-        self._arguments = check_template_arguments(template_arguments, self.has_template)
+        self._arguments = check_template_arguments(
+            template_arguments, template_text(tokenizer) if self.has_template else None
+        )
         self._without_tools = self._arguments
         self._tool_role: bool | None = None
         self._opening_messages: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agilerl.checks import OPTIONAL_COUNT, InstanceOf, Number, require, shorten
@@ -32,11 +32,12 @@ class ProceduralTask:
     """A task of reasoning-gym, with questions to train on and others to evaluate on.
 
     Args:
-        task: The task's name, or a dataset, whose questions are then those to train on.
+        task: The task's name, a list of names, or a dataset, whose questions are then those to
+            train on.
         size: Training questions of a named task; None: 1,000.
         seed: Of the questions of a named task; None: 42.
         test_size: Held-out questions; 0: none.
-        config: Further parameters of a named task.
+        config: Further parameters of a named task; of several, a dict by name of such dicts.
         answer_tag: Answers stand between ``<answer>`` and ``</answer>`` if this is ``"answer"``;
             None: the whole completion is the answer.
 
@@ -49,7 +50,7 @@ class ProceduralTask:
 
     def __init__(
         self,
-        task: str | ProceduralDataset,
+        task: str | Sequence[str] | ProceduralDataset,
         size: int | None,
         seed: int | None,
         test_size: int,
@@ -63,7 +64,7 @@ class ProceduralTask:
         InstanceOf(str, "the name of a tag")("answer_tag", answer_tag)
         self._dataset = _dataset(task, size, seed, config)
         self._answer_tag = answer_tag
-        self.name = task if isinstance(task, str) else type(task).__name__
+        self.name = task if isinstance(task, str) else "reasoning_gym"
         self.seed: int = self._dataset.seed
         entries = [self._dataset[i] for i in range(len(self._dataset))]
         self.train = [_row(entry) for entry in entries]
@@ -158,6 +159,7 @@ def _dataset(
 ) -> ProceduralDataset:
     try:
         import reasoning_gym
+        from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.dataset import ProceduralDataset
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
@@ -176,23 +178,27 @@ def _dataset(
             "pass the name of the task",
         )
         return task
+    names = [task] if isinstance(task, str) else task
     require(
-        isinstance(task, str),
-        f"task is {shorten(task)}; it must be the name of a reasoning-gym task or one of its "
-        "datasets",
+        isinstance(names, list | tuple) and bool(names) and all(isinstance(n, str) for n in names),
+        f"task is {shorten(task)}; it must be the name of a reasoning-gym task, a list of names, "
+        "or one of its datasets",
         TypeError,
     )
-    close = difflib.get_close_matches(task, DATASETS, n=1)
-    require(
-        task in DATASETS,
-        f"reasoning-gym has no task {task!r}{f'; did you mean {close[0]!r}?' if close else ''}",
-    )
-    options = {
-        **(config or {}),
-        "size": _SIZE if size is None else size,
-        "seed": _SEED if seed is None else seed,
-    }
+    for name in names:
+        close = difflib.get_close_matches(name, DATASETS, n=1)
+        require(
+            name in DATASETS,
+            f"reasoning-gym has no task {name!r}{f'; did you mean {close[0]!r}?' if close else ''}",
+        )
+    options = dict(config or {})
+    if not isinstance(task, str):
+        extra = options.keys() - set(names)
+        require(not extra, f"config names {sorted(extra)}; the tasks are {', '.join(names)}")
+        specs = [DatasetSpec(name=n, weight=1.0, config=options.get(n, {})) for n in names]
+        task, options = "composite", {"datasets": specs}
+    size, seed = _SIZE if size is None else size, _SEED if seed is None else seed
     try:
-        return reasoning_gym.create_dataset(task, **options)
+        return reasoning_gym.create_dataset(task, size=size, seed=seed, **options)
     except (TypeError, AssertionError) as error:
-        raise ValueError(f"reasoning-gym's {task} does not take {options}: {error}") from error
+        raise ValueError(f"reasoning-gym's {task} does not take {config}: {error}") from error

@@ -122,7 +122,7 @@ def _check_positional(
         shown = ", ".join(repr(p.name) for p in parameters if p.kind in _NAMED) or "none"
         raise TypeError(
             f"{label} cannot be called with three arguments ({error}), and its parameters "
-            f"({shown}) name nothing that there is: {_what_there_is(offered)}; pass a function "
+            f"({shown}) are unknown: {_what_there_is(offered)}; pass a function "
             "such as reward_fn(completion, answer, question) that returns a float"
         ) from error
     for parameter, place in zip(parameters, BY_POSITION, strict=False):
@@ -148,9 +148,10 @@ def _check_unknown(
         return
     hint = "" if meant is None else f" (did you mean {meant!r}?)"
     if parameter.name in _PLURALS and not batched:
-        hint += " (a function that takes lists is marked with @agilerl.rewards.batched_reward)"
+        lists = "a function that takes lists is marked with @agilerl.rewards.batched_reward"
+        hint = f" (did you mean {_PLURALS[parameter.name]!r}? {lists})"
     raise TypeError(
-        f"{label} has the parameter {parameter.name!r}, which names nothing that there is{hint}. "
+        f"{label} has the unknown parameter {parameter.name!r}{hint}. "
         f"{_what_there_is(offered)}; rename it, or set it with functools.partial"
     )
 

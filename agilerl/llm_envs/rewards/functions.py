@@ -50,7 +50,7 @@ def read_rewards(reward_fn: Any, reward_weights: Any, offered: Collection[str]) 
         offered: The columns that functions may ask for.
 
     Raises:
-        TypeError: No function; a parameter that names nothing; weights for a single function.
+        TypeError: No function; an unknown parameter; weights for a single function.
         ValueError: No functions, two of one name; weights that do not fit.
     """
     if isinstance(reward_fn, Mapping | list | tuple):

@@ -12,12 +12,22 @@ A reply with a call is answered with its result; a reply without one is the fina
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from agilerl.checks import COUNT, FLAG, InstanceOf, Number, finite_number, require, shorten
+from agilerl.checks import (
+    COUNT,
+    FLAG,
+    InstanceOf,
+    Number,
+    finite_number,
+    require,
+    shorten,
+    warn_once,
+)
 from agilerl.llm_envs.event_loop import then
 from agilerl.llm_envs.rewards import RewardFunction, RewardPool
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
@@ -25,6 +35,8 @@ from agilerl.llm_envs.tools.calls import CALL_FORMAT, ParseCalls, calls_in, tagg
 from agilerl.llm_envs.tools.functions import checked_tools, describe_tools, tool_schemas
 from agilerl.llm_envs.tools.tasks import Task, TaskChoice, Tasks
 from agilerl.typing import Observation
+
+logger = logging.getLogger(__name__)
 
 
 class ToolEnv:
@@ -212,6 +224,13 @@ class ToolEnv:
         if outcome.timed_out:
             return _refused(
                 f"no result, the calls of a reply have {self._executor.timeout:g} s in all"
+            )
+        if outcome.error is not None:
+            warn_once(
+                logger,
+                "The tool %s raised %s, which the model is told as its result: wrong arguments of "
+                "the model, or a mistake in the tool.",
+                *(name, type(outcome.error).__name__),
             )
         return outcome
 
