@@ -286,7 +286,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
                 ratios.
             sampling_logps: Per row, the sampler's log-probs of the generated tokens, of the
                 temperature-scaled distribution before top-p, top-k and min-p; corrects for a
-                sampler that differs from the trainer. None: no correction.
+                sampler that differs from the trainer. None: no correction, and refused with
+                ``importance_anchor="sampler"``.
             trajectory_ids: ``(B,)``, the trajectory that each row belongs to, counted from 0 in the
                 order of ``rewards``: an episode whose window slid gives several rows. They share
                 the trajectory's advantage, and "sequence" means count the trajectory once; a
@@ -304,18 +305,22 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             ``clip_fraction``, ``entropy``, ``grad_norm``, ``ratio_mean``, ``ratio_max``,
             ``advantage_mean``, ``advantage_std``, ``completion_length`` (generated tokens),
             ``zero_variance_groups``, ``skipped_steps``, ``lr`` (the actor's, with which this call
-            stepped), and with a correction
-            ``importance_weight_mean``, ``importance_weight_max``, ``importance_weight_capped``,
+            stepped), and with a correction ``importance_weight_mean``, ``importance_weight_max``,
+            ``importance_weight_capped`` (the share of weights that the bounds change),
             ``importance_weight_nonfinite`` (the share of weights that are inf or nan) and
             ``sampler_kl``, the KL divergence in nats from the sampler's policy to the trainer's:
             the mean over tokens of Schulman's k3, in which those that are not finite count as 0.
+            With ``importance_anchor="sampler"`` instead of these ``sampler_kl`` and
+            ``ratio_nonfinite``, the share of tokens left out because the sampler's log-probs are
+            not finite; with ``dual_clip`` also ``dual_clip_fraction``, the share at its bound; with
+            ``top_entropy_quantile`` also ``top_entropy_share``, that of the tokens kept.
             Ratio, entropy, clipping and what is measured of the sampler are over the rows that
-            were run: with ``beta=0`` those whose advantage is not zero.
+            were run: those whose advantage is not zero, or all with a KL penalty or entropy bonus.
 
         Raises:
             TypeError: If ``sample_mask`` or ``truncated`` is not of True and False.
             ValueError: If shapes disagree, groups are incomplete, or a reward is not finite; if
-                ``truncated`` is needed and None.
+                ``truncated`` or a completion's ``sampling_logps`` are needed and None.
             RuntimeError: Within :meth:`rollout`; or if there are several processes, and the agent
                 is not wrapped.
             NonFiniteUpdateError: If three optimizer steps in a row had a non-finite loss or

@@ -137,6 +137,10 @@ CASES: dict[str, tuple[float, Callable[[Learned, Learned], bool]]] = {
         0.01,
         lambda new, old: new["advantage_std"] < 0.011 < 0.1 < old["advantage_std"],
     ),
+    "entropy_coef": (
+        1.0,
+        lambda new, old: new["mean_loss"] < old["mean_loss"] - 0.5 * old["entropy"],
+    ),
     "vllm_importance_sampling_cap": (
         0.5,
         lambda new, old: (

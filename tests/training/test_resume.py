@@ -160,6 +160,33 @@ def test_what_failed_is_the_same_in_a_resumed_run(tmp_path: Path) -> None:
     assert differences(run("stopped", resume_from=tmp_path / "stopped"), whole) == []
 
 
+OPTIONS: dict[str, Any] = {
+    "importance_anchor": "sampler",
+    "loss_reduction": "prompt",
+    "advantage_baseline": "leave_one_out",
+    "adv_norm": "batch_std",
+    "entropy_coef": 0.01,
+    "top_entropy_quantile": 0.5,
+    "dual_clip": 2.0,
+}
+
+
+@pytest.mark.parametrize("kind", list(RUNS))
+def test_options_of_the_loss_are_the_checkpoints(kind: str, tmp_path: Path) -> None:
+    """Resumed by agents that were made without them."""
+    run, whole, path = RUNS[kind], tmp_path / "whole", tmp_path / "run"
+    seed_all()
+    expected = everything(whole, run(whole, pop=make_agents(**OPTIONS)))
+    seed_all()
+    run(path, pop=make_agents(**OPTIONS), hook=hook_for(kind, 3))
+    reseed()
+    pop = run(path, pop=make_agents(), resume_from=path)
+    assert {name: getattr(pop[0], name) for name in OPTIONS} == OPTIONS
+    assert differences(everything(path, pop), expected) == []
+    shares = [row["top_entropy_share"] for row in rows_of(path)]
+    assert all(0.5 <= float(share) < 1.0 for share in filter(None, shares)) and any(shares)
+
+
 @pytest.mark.parametrize("kind", list(RUNS))
 def test_resumed_from_a_checkpoint_that_the_run_went_past(
     kind: str, whole: dict[str, Any], tmp_path: Path

@@ -85,6 +85,30 @@ def test_log_probs_are_the_trainers_whatever_is_filtered(
     assert found["importance_weight_nonfinite"] == 0.0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"importance_anchor": "sampler", "loss_type": "cispo", "clip_coef": (0.0, 5.0)},
+        {"importance_correction": "token_mask", "importance_floor": 0.9},
+        {"importance_correction": "geometric_mask", "importance_floor": 0.99},
+        {"importance_correction": "sequence_mask", "importance_floor": 0.9},
+    ],
+    ids=str,
+)
+def test_ratios_and_masks_of_a_sampler_that_is_the_trainer(
+    make_agent: MakeAgent, options: dict[str, Any]
+) -> None:
+    """Whose log-probs agree up to rounding, so that nothing is masked or clipped."""
+    found = train(make_agent(vllm_importance_sampling_cap=1.1, **options))
+    assert found["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert found["sampler_kl"] < 1e-5 and found["grad_norm"] > 0
+    if "importance_anchor" in options:
+        assert found["ratio_nonfinite"] == 0.0 and "importance_weight_mean" not in found
+    else:
+        assert found["importance_weight_capped"] == 0.0
+        assert found["importance_weight_mean"] == pytest.approx(1.0, abs=1e-3)
+
+
 def test_log_probs_belong_to_the_completion_and_its_end(make_agent: MakeAgent) -> None:
     agent = make_agent(temperature=2.0, top_k=None, top_p=1.0, group_size=16, max_output_tokens=40)
     action = agent.get_action(prompts_of(4, 11, 23))
