@@ -176,10 +176,7 @@ class EnvironmentPool:
             env, self._envs[i] = self._envs[i], None
             dropped[id(_inner(env))] = env
         # What a factory made may be anything.
-        closes = [
-            env.end if isinstance(env, TokenObservationWrapper) else getattr(env, "close", None)
-            for env in dropped.values()
-        ]
+        closes = [getattr(env, "close", None) for env in dropped.values()]
         calls = [close for close in closes if callable(close)]
         if calls:
             thread = threading.Thread(target=self._run_closes, args=(calls,), daemon=True)

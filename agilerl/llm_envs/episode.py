@@ -71,8 +71,7 @@ class Episode:
         """The call that resets the environment."""
         env = self.env
         assert env is not None
-        reset = env.begin if isinstance(env, TokenObservationWrapper) else env.reset
-        return partial(reset, seed=self.seed)
+        return partial(env.reset, seed=self.seed)
 
     def start(self, outcome: Any) -> None:
         """Take what ``reset`` returned."""
@@ -88,8 +87,9 @@ class Episode:
         self.turns += 1
         self.generated_tokens += completion_ids.shape[1] - self.prompt["input_ids"].shape[1]
         self.logps.append(None if logps is None else logps.detach().cpu().reshape(-1))
-        step = env.answer if isinstance(env, TokenObservationWrapper) else env.step
-        return partial(step, completion_ids)
+        if isinstance(env, TokenObservationWrapper):
+            env.accept(completion_ids)
+        return partial(env.step, completion_ids)
 
     def advance(self, outcome: Any, max_turns: int | None) -> None:
         """Take what ``step`` returned; the episode ends after ``max_turns`` at the latest."""

@@ -2,9 +2,10 @@
 
 Rewards, environments and tools are called through a :class:`TimeoutExecutor`. Every batch of calls
 starts a few daemon threads of its own, which end with it, so that a hung call delays neither the
-next batch nor the exit of the interpreter. Coroutines run on one event loop, in a thread that the
-executor keeps, because clients (HTTP sessions, semaphores) belong to the loop that they were first
-used on.
+next batch nor the exit of the interpreter. Coroutines, those that a call returns and those that it
+waits for with :func:`~agilerl.llm_envs.event_loop.awaited`, run on one event loop, in a thread that
+the executor keeps, because clients (HTTP sessions, semaphores) belong to the loop that they were
+first used on.
 
 A thread can be abandoned, not killed: a call that hangs goes on in the background, and one that
 never releases the interpreter lock (a catastrophic regular expression) cannot be timed out.
@@ -13,20 +14,19 @@ never releases the interpreter lock (a catastrophic regular expression) cannot b
 
 from __future__ import annotations
 
-import inspect
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from agilerl.checks import COUNT, Number
-from agilerl.llm_envs.event_loop import EventLoopThread
+from agilerl.llm_envs.event_loop import AwaitedCall, EventLoopThread, awaited, waiting_with
 
 logger = logging.getLogger(__name__)
 
@@ -144,10 +144,9 @@ class TimeoutExecutor:
         self, batch: _Batch, overdue: Sequence[_Call], timeout: float
     ) -> list[CallOutcome]:
         """Abandon calls with their threads and start other workers for the rest."""
-        coroutines = [call for call in overdue if call.future is not None]
-        for call in coroutines:
-            assert call.future is not None
-            call.future.cancel()
+        for call in overdue:
+            call.cancel()
+        coroutines = [call for call in overdue if call.awaited is not None]
         deadline = time.monotonic() + _STUCK_LOOP_SECONDS
         for call in coroutines:
             if call.ended.wait(max(deadline - time.monotonic(), 0.0)):
@@ -170,15 +169,21 @@ class TimeoutExecutor:
         while (call := batch.take()) is not None:
             value, error = None, None
             try:
-                value = call.function()
-                if inspect.isawaitable(value):
-                    call.future = self._event_loop().submit(value, call.ended)
-                    value = call.future.result()
+                with waiting_with(partial(self._wait_for, call)):
+                    value = awaited(call.function())
             # Whatever user code raises, sys.exit() included, is this call's outcome.
             except BaseException as exc:  # noqa: BLE001
                 value, error = None, exc
+            call.ended.set()
             if not batch.finish(call, value, error):
                 return
+
+    def _wait_for(self, call: _Call, awaitable: Awaitable[Any]) -> Any:
+        """Await for a call, in its thread."""
+        call.awaited = self._event_loop().submit(awaitable)
+        if call.cancelled:  # Read after the line above, and written before cancel() reads that.
+            call.awaited.cancel()
+        return call.awaited.result()
 
     def _event_loop(self) -> EventLoopThread:
         with self._loop_lock:
@@ -202,10 +207,17 @@ class _Call:
     function: Callable[[], Any]
     started: float = 0.0
     """``time.monotonic()`` when a worker took it."""
-    future: Future[Any] | None = None
-    """What the worker waits for when the function is async."""
+    awaited: AwaitedCall | None = None
+    """What its worker waits for, or last waited for, if the function is async or calls what is."""
+    cancelled: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
-    """Set when that has ended."""
+    """Set when its worker is done with it."""
+
+    def cancel(self) -> None:
+        """Cancel what it awaits, and what it goes on to await."""
+        self.cancelled = True
+        if self.awaited is not None:
+            self.awaited.cancel()
 
 
 class _Batch:
@@ -260,5 +272,4 @@ class _Batch:
             self.abandoned.update(self.running)
             self.running.clear()
         for call in abandoned:
-            if call.future is not None:
-                call.future.cancel()
+            call.cancel()

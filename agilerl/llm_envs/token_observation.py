@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -20,7 +18,7 @@ from agilerl.llm_envs.completion_checks import check_answer_length, check_comple
 from agilerl.llm_envs.conversation.episode_tokens import EpisodeTokens, Segment
 from agilerl.llm_envs.conversation.text_environment import reset_outcome, step_outcome, takes_seed
 from agilerl.llm_envs.conversation.turn_boundary import TurnBoundary
-from agilerl.llm_envs.event_loop import EventLoopThread, then
+from agilerl.llm_envs.event_loop import EventLoopThread, Wait, awaited
 from agilerl.llm_envs.seeds import evaluate_episodes
 from agilerl.llm_envs.tools import shown_tools
 from agilerl.typing import Act, Evaluation, ReasoningPrompts, TextEnv
@@ -127,6 +125,7 @@ class TokenObservationWrapper:
             shown_tools(env, tools),
         )
         self._event_loop: EventLoopThread | None = None
+        self._accepted: torch.Tensor | None = None
         self._takes_seed = takes_seed(env)
         self._tokens: EpisodeTokens | None = None
         self._rewards: list[float] = []
@@ -152,18 +151,9 @@ class TokenObservationWrapper:
             ValueError: The first prompt leaves no room for output; messages in roles that are not
                 allowed.
         """
-        result: ResetResult = self._waited_for(self.begin(seed))
-        return result
-
-    def begin(self, seed: int | None = None) -> ResetResult | Awaitable[ResetResult]:
-        """As :meth:`reset`, but an awaitable where that of the environment is."""
         self._tokens, self._rewards, self._done = None, [], True
-        outcome = self.env.reset(seed=seed) if self._takes_seed else self.env.reset()
-        begun: ResetResult | Awaitable[ResetResult] = then(outcome, self._begun)
-        return begun
-
-    def _begun(self, outcome: Any) -> ResetResult:
-        messages, info = reset_outcome(outcome)
+        begun = self.env.reset(seed=seed) if self._takes_seed else self.env.reset()
+        messages, info = reset_outcome(awaited(begun, self._own_wait))
         text, ids = self._boundary.open(messages)
         require(bool(ids), "the first observation gives a prompt without any token")
         require(
@@ -194,15 +184,11 @@ class TokenObservationWrapper:
         """
         if self._tokens is None or self._done:
             raise RuntimeError("no episode is running; call reset() first")
-        name, prompt = "full_completion_ids", self._prompt()["input_ids"]
-        check_completion(name, full_completion_ids, prompt, group_size=1)
-        check_answer_length(name, full_completion_ids, prompt, self)
-        result: StepResult = self._waited_for(self.answer(full_completion_ids))
-        return result
-
-    def answer(self, full_completion_ids: torch.Tensor) -> StepResult | Awaitable[StepResult]:
-        """As :meth:`step`, of ids that were checked; an awaitable where the environment's is."""
-        assert self._tokens is not None
+        if full_completion_ids is not self._accepted:
+            name, prompt = "full_completion_ids", self._prompt()["input_ids"]
+            check_completion(name, full_completion_ids, prompt, group_size=1)
+            check_answer_length(name, full_completion_ids, prompt, self)
+        self._accepted = None
         action = self._without_padding(full_completion_ids[0, self._tokens.length :].tolist())
         text = self.tokenizer.decode(action, clean_up_tokenization_spaces=False)
         # Before the environment acts, which may raise: the sampled ids are kept in any case.
@@ -216,13 +202,7 @@ class TokenObservationWrapper:
             )
         else:
             text = self._boundary.answer_text(action)
-        played: StepResult | Awaitable[StepResult] = then(
-            self.env.step(text), partial(self._played, action)
-        )
-        return played
-
-    def _played(self, action: list[int], outcome: Any) -> StepResult:
-        assert self._tokens is not None
+        outcome = awaited(self.env.step(text), self._own_wait)
         messages, reward, terminated, truncated, info = step_outcome(outcome)
         self._rewards[-1] = reward
         reason = "environment" if truncated else None
@@ -232,6 +212,10 @@ class TokenObservationWrapper:
         if reason is not None:
             info["truncation_reason"] = reason
         return self._prompt(), reward, terminated, reason is not None, info
+
+    def accept(self, full_completion_ids: torch.Tensor) -> None:
+        """Let :meth:`step` take this tensor, which was checked with those of a batch, as it is."""
+        self._accepted = full_completion_ids
 
     def get_episode_data(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The episode as training rows; R is 1 unless the window slid.
@@ -262,22 +246,19 @@ class TokenObservationWrapper:
 
     def close(self) -> None:
         """Close the environment, if it can be closed."""
-        self._waited_for(self.end())
-        if self._event_loop is not None:
-            self._event_loop.stop()
-            self._event_loop = None
-
-    def end(self) -> Any:
-        """Close the environment; an awaitable where its ``close`` is ``async``."""
         close = getattr(self.env, "close", None)
-        return close() if callable(close) else None
+        try:
+            if callable(close):
+                awaited(close(), self._own_wait)
+        finally:
+            if self._event_loop is not None:
+                self._event_loop.stop()
+                self._event_loop = None
 
-    def _waited_for(self, value: Any) -> Any:
-        """The value, or the result of an awaitable."""
-        if not inspect.isawaitable(value):
-            return value
+    def _own_wait(self) -> Wait:
+        """Waits on an event loop of the wrapper's own, where no vector environment calls."""
         self._event_loop = self._event_loop or EventLoopThread("environment")
-        return self._event_loop.wait_for(value)
+        return self._event_loop.wait_for
 
     def _continue(
         self, tokens: EpisodeTokens, action: list[int], messages: list[Any]

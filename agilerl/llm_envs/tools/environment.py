@@ -28,7 +28,7 @@ from agilerl.checks import (
     shorten,
     warn_once,
 )
-from agilerl.llm_envs.event_loop import then
+from agilerl.llm_envs.event_loop import awaited
 from agilerl.llm_envs.rewards import RewardFunction, RewardPool
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 from agilerl.llm_envs.tools.calls import CALL_FORMAT, ParseCalls, calls_in, tagged_calls
@@ -242,7 +242,7 @@ class ToolEnv:
 
 def _call(tool: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Call a tool and convert its result to text, both within the time limit."""
-    return then(tool(**arguments), str)
+    return str(awaited(tool(**arguments)))
 
 
 def _refused(reason: str) -> CallOutcome:
