@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from agilerl.llm_envs import ReasoningGym
+from agilerl.llm_envs.rewards.calls import own_copy
 from agilerl.rewards import batched_reward
 from agilerl.testing import byte_tokenizer
 from agilerl.typing import ActionResult
@@ -285,3 +290,56 @@ def test_a_function_written_for_trl(row: dict[str, str], expected: str, complete
     env = ReasoningGym([row], None, byte_tokenizer(), length, template)
     assert env.step(complete(env.reset(), [["a", "bb"]]))[1].tolist() == [[1.0, 2.0]]
     assert seen == [expected] * 2
+
+
+NUMBERS = [{"nums": [1, 2, 3], "meta": {"seed": [7]}}, {"nums": [4, 5], "meta": {"seed": [8]}}]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_reward_may_change_what_it_gets(
+    make_env: MakeEnv, complete: Complete, batched: bool, as_list: bool
+) -> None:
+    """Neither other completions, nor another reward, nor the user's rows see it."""
+    mine: Any = copy.deepcopy(NUMBERS)
+    rows = mine if as_list else Dataset.from_list(mine)
+
+    def spoils(nums: list[int], meta: dict[str, Any], info: dict[str, Any]) -> float:
+        whole = {"nums": nums, "meta": meta} in NUMBERS and {"nums": nums, "meta": meta} == info
+        nums.clear()
+        meta["seed"].pop()
+        info.clear()
+        return float(whole)
+
+    @batched_reward
+    def spoils_all(nums: list[Any], meta: list[Any], info: list[Any]) -> list[float]:
+        return [spoils(*each) for each in zip(nums, meta, info, strict=True)]
+
+    env = make_env(
+        reward_fn={"one": spoils_all if batched else spoils, "other": spoils},
+        train_dataset=rows,
+        test_dataset=None,
+        conversation_template=[{"role": "user", "content": "{nums}"}],
+    )
+    for _ in range(2):
+        assert sorted(env.reset()[i]["text"].splitlines()[1] for i in (0, 1)) == [
+            "[1, 2, 3]<|im_end|>", "[4, 5]<|im_end|>"
+        ]  # fmt: skip
+        env.step(complete(env.reset(), [["a", "b", "c"]] * 2))
+        assert {name: each.tolist() for name, each in env.last_rewards.items()} == {
+            "one": [[1.0] * 3] * 2, "other": [[1.0] * 3] * 2
+        }  # fmt: skip
+    assert mine == NUMBERS
+
+
+def test_copies_of_values() -> None:
+    lock = threading.Lock()
+    held = OrderedDict(client=lock)
+    for value in ([1, "a"], [[1], {"a": (2, [3])}], {1}, np.zeros(2), torch.zeros(2)):
+        copied = own_copy(value)
+        assert copied is not value and str(copied) == str(value)
+    assert own_copy([[1]])[0] is not own_copy([[1]])[0]
+    nested = ([1],)
+    assert own_copy(nested)[0] is not nested[0]
+    for shared in ("a", None, lock, held):
+        assert own_copy(shared) is shared

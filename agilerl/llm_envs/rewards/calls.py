@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,8 @@ _THREAD_HINT = (
     "off, such as parsing_timeout=None and timeout_seconds=None of math_verify, and set "
     "reward_timeout instead."
 )
+_IMMUTABLE = frozenset({str, bytes, int, float, complex, bool, type(None)})
+_COPIED = (Mapping, list, set, tuple, np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -28,16 +32,21 @@ class RewardCall:
     rows: Sequence[int]
 
     def function(self, columns: Mapping[str, Sequence[Any]]) -> Callable[[], Any]:
-        """The function with its arguments."""
+        """Calls the function with arguments of its own."""
         function, arguments = self.reward.function, self.reward.arguments
-        values: dict[str, Any]
-        if self.reward.batched:
-            # Copies: one function may change what another is given.
-            values = {name: list(columns[name]) for name in arguments.columns}
-        else:
-            (row,) = self.rows
-            values = {name: columns[name][row] for name in arguments.columns}
-        return arguments.bind(function, values)
+
+        def call() -> Any:
+            # A function may change what it is given, which other calls and the user's rows share.
+            # Copied when the call begins, so that the copies of waiting calls take no memory.
+            values: dict[str, Any]
+            if self.reward.batched:
+                values = {name: own_copy(list(columns[name])) for name in arguments.columns}
+            else:
+                (row,) = self.rows
+                values = {name: own_copy(columns[name][row]) for name in arguments.columns}
+            return arguments.bind(function, values)()
+
+        return call
 
     def numbers(self, value: Any, columns: Mapping[str, Sequence[Any]]) -> list[float | None]:
         """What it returned: one number per row, or None where the reward does not apply.
@@ -78,6 +87,27 @@ class RewardCall:
         more = f"\n  and {len(self.rows) - 1} more in the same call" if self.reward.batched else ""
         failed = f"{self.reward.label} failed with {reason(error)}{hint}"
         return f"{failed}\n{shown(columns, self.rows[0])}{more}"
+
+
+def own_copy(value: Any) -> Any:
+    """A value that may be changed: containers, arrays and tensors are copied with what they hold.
+
+    Other objects are shared, and so is a container of a further class that cannot be copied.
+    """
+    if type(value) in _IMMUTABLE:
+        return value
+    if type(value) is list:
+        # Token ids and texts are many: looking at their types is faster than copying each.
+        plain = set(map(type, value)) <= _IMMUTABLE
+        return list(value) if plain else [own_copy(each) for each in value]
+    if type(value) is dict:
+        return {key: own_copy(each) for key, each in value.items()}
+    if type(value) is tuple:
+        return tuple(own_copy(each) for each in value)
+    if isinstance(value, _COPIED):
+        with contextlib.suppress(Exception):  # what it holds may raise anything
+            return copy.deepcopy(value)
+    return value
 
 
 def shown(columns: Mapping[str, Sequence[Any]], row: int) -> str:
