@@ -183,13 +183,19 @@ class ReasoningCollector:
         )
 
     def _failures(self, rewards: torch.Tensor) -> tuple[list[str | None], torch.Tensor]:
-        """Why each of ``P·G`` completions failed, one after the other, and which are kept."""
+        """Why each of ``P·G`` completions failed, one after the other, and which are kept.
+
+        An environment whose class has the attributes reports nothing where its own ``step`` has
+        left them unset.
+        """
         failures: list[str | None] = [None] * rewards.numel()
         kept = torch.ones(rewards.shape, dtype=torch.bool)
         if self._reports_failures:
             env = cast(FailureReportingEnv, self.env)
-            failures = [reason for group in env.last_failures for reason in group]
-            kept = kept if env.last_sample_mask is None else env.last_sample_mask.cpu()
+            reported = [reason for group in env.last_failures for reason in group]
+            failures = reported if len(reported) == len(failures) else failures
+            mask = env.last_sample_mask
+            kept = mask.cpu() if mask is not None and mask.shape == kept.shape else kept
         return failures, kept
 
     def evaluate(self, agent: Agent, plan: EvaluationPlan) -> tuple[np.ndarray, Evaluation]:

@@ -17,6 +17,7 @@ from agilerl.distributed import Ranks
 from agilerl.llm_envs import ReasoningGym, RewardError
 from agilerl.training.experience import Experience, Sample, gather_statistics, samples_to_show
 from agilerl.training.logs.progress_bar import ProgressBar
+from agilerl.training.reasoning_collector import ReasoningCollector
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 
@@ -189,3 +190,21 @@ def test_the_bar_shows_failures(
     bar.close()
     last = capfd.readouterr().err.rstrip().rsplit("\r", 1)[-1]
     assert ("failed=3" in last) == ("failed" in last) == shown
+
+
+class ScoresByItself(ReasoningGym):
+    """Its ``step`` says nothing of failures."""
+
+    def step(self, completion_ids: Any, action: Any = None) -> Any:
+        self.last_completions = [["x"] * len(ids) for ids in completion_ids]
+        return self.reset(), torch.ones(len(completion_ids), 2)
+
+
+def test_an_environment_that_scores_by_itself_has_samples() -> None:
+    data = rows("train", ["", ""]), None
+    template = [{"role": "user", "content": "{question}"}]
+    env = ScoresByItself(*data, TOKENIZER, length, template, data_batch_size_per_gpu=2)
+    experience = ReasoningCollector(env).collect(MaskedAgent())
+    assert [sample.completion for sample in experience.samples] == ["x", "x"]
+    assert experience.failed_completions == 0
+    assert experience.kept.tolist() == [[True, True]] * 2
