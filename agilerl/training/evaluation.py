@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from agilerl.distributed import Ranks
     from agilerl.training.interrupts import GracefulStop
-    from agilerl.training.protocols import Row
 
 _evaluations = count()
 
@@ -128,7 +127,7 @@ def evaluated(rewards: np.ndarray, own: Evaluation, ranks: Ranks) -> Evaluated:
 
 def evaluation_statistics(
     answers: Evaluated, accuracy_threshold: float, samples: int | None
-) -> Row:
+) -> dict[str, float]:
     """Columns of an evaluation besides its fitness.
 
     Args:

@@ -6,10 +6,13 @@ import logging
 import time
 from collections.abc import Mapping
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any
 
 from agilerl.algorithms.core.evaluation import EvaluationStopped
 from agilerl.distributed import Ranks
+from agilerl.training.callbacks.protocol import RunProgress
+from agilerl.training.callbacks.runner import CallbackRunner
 from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.checkpoint.run_state import FORMAT, random_streams, set_random_streams
 from agilerl.training.checkpoint.saver import Elite, Saver
@@ -91,6 +94,9 @@ class TrainingLoop:
         self._unevaluated: list[Row] | None = None  # rows whose evaluation a stop postponed
         self._before_evaluation: dict[str, Any] | None = None  # the state, if a stop ended one
         self._started = time.perf_counter()
+        self.callbacks = CallbackRunner(options.callbacks or (), self.ranks)
+        self._rows: list[Row] = []
+        self._saved: Path | None = None
 
     def run(self) -> str | None:
         """Train to a bound in the options, or until Ctrl-C or SIGTERM.
@@ -102,23 +108,62 @@ class TrainingLoop:
             self.log.write_lineage(self.population.generations)
         with GracefulStop() as stop:
             try:
-                self._evaluate_first(stop)
-                ended = self._at_bound()
-                while not ended and self._stop_requested(stop) is None:
-                    ended = self._run_iteration(stop)
+                self._train_to_the_end(stop)
+                signal_name = self._save_at_the_end(stop)
+                self._call("on_end", stopped_by=signal_name or self.callbacks.stop_reason)
             except Exception as error:
                 trained = self.progress is not Progress.UNTRAINED
-                self.saver.rescue(error, self.iteration, trained)
+                if self.callbacks.failed and trained:
+                    evaluated = self.progress is Progress.EVALUATED
+                    self.saver.save_after_callback(error, self.iteration, evaluated)
+                else:
+                    self.saver.rescue(error, self.iteration, trained)
                 raise
-            signal_name = self._stop_requested(stop)
-            evaluated = self.progress is Progress.EVALUATED
-            unsaved = evaluated or self.progress is Progress.TRAINED
-            if signal_name is None and unsaved and self.options.checkpoint_steps is not None:
-                self.saver.save(self.iteration, evaluated)
-                signal_name = self._stop_requested(stop)  # it may have come meanwhile
-            if signal_name is not None:
-                self.saver.save_after_stop(signal_name, self.iteration, evaluated)
         return signal_name
+
+    def _train_to_the_end(self, stop: GracefulStop) -> None:
+        self._call("on_start")
+        self._evaluate_first(stop)
+        ended = self._at_bound() or self.callbacks.stop_reason is not None
+        while not ended and self._stop_requested(stop) is None:
+            ended = self._run_iteration(stop)
+        if (reason := self.callbacks.stop_reason) is not None:
+            message = f"Stopped after iteration {self.iteration}. {reason}"
+            if self.ranks.rank == 0:
+                logger.info(message)
+            self.log.say(message)
+
+    def _save_at_the_end(self, stop: GracefulStop) -> str | None:
+        """The signal that stopped any of the processes, also while saving."""
+        signal_name = self._stop_requested(stop)
+        evaluated = self.progress is Progress.EVALUATED
+        unsaved = evaluated or self.progress is Progress.TRAINED
+        if signal_name is None and unsaved and self.options.checkpoint_steps is not None:
+            self._save(evaluated)
+            signal_name = self._stop_requested(stop)  # it may have come meanwhile
+        if signal_name is not None:
+            self.saver.save_after_stop(signal_name, self.iteration, evaluated)
+        return signal_name
+
+    def _save(self, evaluated: bool = False) -> None:
+        where = self.saver.save(self.iteration, evaluated)
+        if where is not None and where != self._saved:  # the last iteration may be saved already
+            self._saved = where
+            self._call("on_checkpoint", checkpoint=where)
+
+    def _call(self, method: str, **also: Any) -> None:
+        """Call the callbacks, with the rows of the last iteration."""
+        if self.callbacks:
+            progress = RunProgress(
+                iteration=self.iteration,
+                wall_seconds=time.perf_counter() - self._started,
+                agents=self.population.agents,
+                rows=self._rows,
+                directory=self.saver.directory.path,
+                _say=self.log.say,
+                **also,
+            )
+            self.callbacks.call(method, progress)
 
     def state_dict(self, in_iteration: bool = False) -> dict[str, Any]:
         """What a run needs to be resumed, but for the agents; JSON-compatible.
@@ -137,6 +182,7 @@ class TrainingLoop:
             **self.population.state_dict(),
             "unevaluated_rows": self._unevaluated,
             "log": self.log.state_dict(),
+            "callbacks": self.callbacks.state_dict(),
             "random": self.ranks.gather(random_streams()),
         }
 
@@ -147,6 +193,7 @@ class TrainingLoop:
         if self.elite is not None:
             self.elite.resume(state["run"])
         self._unevaluated = state["unevaluated_rows"]
+        self.callbacks.load_state_dict(state.get("callbacks", []))
         self.progress = Progress.RESUMED
         self._started = time.perf_counter() - state["wall_seconds"]
         streams = state["random"]
@@ -167,14 +214,17 @@ class TrainingLoop:
             if not self._evaluate(rows, stop):
                 return
             self._write_rows(rows)
-        evolved = resumed and not self._at_bound() and self._evolve()
+            self._rows = rows
+            self._call("on_evaluation")
+        ended = self._at_bound() or self.callbacks.stop_reason is not None
+        evolved = resumed and not ended and self._evolve()
         if evolved or (resumed and postponed):
             self.progress = Progress.EVALUATED
 
     def _run_iteration(self, stop: GracefulStop) -> bool:
         """Whether a bound is reached afterwards; asked once, as more time may pass until later."""
         self.iteration += 1
-        rows: list[Row] = []
+        rows = self._rows = []
         try:
             for member in self.population:
                 member.agent.set_reference_policy(member.collector.num_epochs)
@@ -182,21 +232,29 @@ class TrainingLoop:
             for member, experience in zip(self.population, experiences, strict=True):
                 rows.append(self._train(member, experience))
             ended = self._at_bound()
-            due = self.population.evaluates and (
-                ended
-                or self.iteration % self.options.evaluation_interval == 0
-                or self._evolution_is_due()
-            )
-            if due:
-                self._evaluate(rows, stop)
+            # If a callback fails, the resumed run is to make the evaluation.
+            self._unevaluated = rows if self._evaluation_is_due(ended) else None
+            self._call("on_iteration")
+            ended = ended or self.callbacks.stop_reason is not None
+            evaluated = self._evaluation_is_due(ended) and self._evaluate(rows, stop)
         finally:
             self._write_rows(rows)
-        if due and not ended and self._unevaluated is None:
-            self._evolve()
+        if evaluated:
+            self._call("on_evaluation")
+            ended = ended or self.callbacks.stop_reason is not None
+            if not ended:
+                self._evolve()
         every = self.options.checkpoint_steps
         if every is not None and self.iteration % every == 0:
-            self.saver.save(self.iteration, evaluated=False)
+            self._save()
         return ended
+
+    def _evaluation_is_due(self, ended: bool) -> bool:
+        return self.population.evaluates and (
+            ended
+            or self.iteration % self.options.evaluation_interval == 0
+            or self._evolution_is_due()
+        )
 
     def _train(self, member: Member, collected: Experience) -> Row:
         agent = member.agent

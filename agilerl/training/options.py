@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from agilerl.checks import (
 )
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.selection import Selection
+from agilerl.training.callbacks.protocol import Callback
 
 _RULES: dict[str, Callable[[str, Any], None]] = {
     "max_steps": OPTIONAL_COUNT,
@@ -89,6 +90,7 @@ class TrainingOptions:
     tournament: Selection | None = None
     mutation: Mutation | None = None
     evo_steps: int | None = None
+    callbacks: Sequence[Callback] | None = None
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -104,6 +106,10 @@ class TrainingOptions:
         for name in _DIRECTORIES:
             if (value := vars(self)[name]) is not None:
                 object.__setattr__(self, name, _directory(name, value))
+        InstanceOf((list, tuple), "a list of callbacks")("callbacks", self.callbacks)
+        for number, callback in enumerate(self.callbacks or ()):
+            kind = InstanceOf(Callback, "an agilerl.training.callbacks.Callback", optional=False)
+            kind(f"callbacks[{number}]", callback)
         self._check_combinations()
         for name, switch in _TRACKER_OPTIONS.items():
             if vars(self)[name] is not None and not vars(self)[switch]:

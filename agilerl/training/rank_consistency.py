@@ -90,6 +90,7 @@ def check_same_options(population: Population, options: TrainingOptions, ranks: 
     for name in SHARED_OPTIONS:
         value = vars(options)[name]
         own[name] = str(value) if isinstance(value, Path) else value
+    own["callbacks"] = [repr(callback) for callback in options.callbacks or ()]
     for name in ("tournament", "mutation"):
         if (part := vars(options)[name]) is not None:
             plain = (int, float, str, type(None))

@@ -64,7 +64,7 @@ def run_training(
     ranks = Ranks() if ranks is None else ranks
     agents = population.agents
     check_same_options(population, options, ranks)
-    ranks.on_all_ranks(lambda: _check_states(population))
+    ranks.on_all_ranks(lambda: _check_states(population, options))
     check_same_data(population, ranks)
     resume_from, found = options.resume_from, None
     if resume_from is not None:
@@ -103,8 +103,10 @@ def run_training(
         raise SystemExit(options.exit_code_on_sigterm)
 
 
-def _check_states(population: Population) -> None:
+def _check_states(population: Population, options: TrainingOptions) -> None:
     """Before anything is trained: a state that cannot be saved would cost the first checkpoint."""
+    for callback in options.callbacks or ():
+        check_plain(callback.state_dict(), f"state_dict() of {type(callback).__name__}")
     for collector in population.collectors:
         check_plain(collector.state_dict(), "state_dict() of the environment")
 

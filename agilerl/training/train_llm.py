@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ from agilerl.checks import COUNT
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.failures import OnFailure
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
+from agilerl.training.callbacks import Callback
 from agilerl.training.environments import (
     check_evaluation_arguments,
     fitting_factory,
@@ -59,6 +60,7 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     exit_code_on_sigterm: int = 143,
     evaluation_rows: int | None = None,
     evaluation_samples: int | None = None,
+    callbacks: Sequence[Callback] | None = None,
 ) -> list[AgentT]:
     """Finetune a population on single-turn tasks.
 
@@ -122,6 +124,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
         evaluation_samples: Evaluate on so many answers per row, k of them, sampled as in training,
             with columns ``avg@k``, ``pass@k`` and, where answers can be compared, ``maj@k``; None:
             one greedy answer per row. See ``docs/training.md``.
+        callbacks: Called while the run trains, in this order; they can end it. See
+            :mod:`agilerl.training.callbacks`.
 
     Returns:
         ``pop``, trained.
@@ -190,6 +194,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     keep_checkpoints: int = 2,
     exit_code_on_sigterm: int = 143,
     evaluation_samples: int | None = None,
+    callbacks: Sequence[Callback] | None = None,
     groups_per_iteration: int = 8,
     train_seeds: int = 1024,
     evaluation_episodes: int = 64,
@@ -246,6 +251,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         exit_code_on_sigterm: As in :func:`finetune_llm_reasoning`.
         evaluation_samples: Play every evaluation seed so often, with actions sampled as in
             training, as in :func:`finetune_llm_reasoning`; None: once, greedily.
+        callbacks: As in :func:`finetune_llm_reasoning`.
         groups_per_iteration: Training seeds played per iteration, over all processes.
         train_seeds: The training seeds are ``0 .. train_seeds - 1``.
         evaluation_episodes: Episodes of an evaluation.

@@ -55,3 +55,28 @@ def test_arguments(function: Callable[..., Any], expected: dict[str, Any]) -> No
     # What is ours alone comes after, by keyword.
     assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
     assert all(p.default is not EMPTY for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+OURS = {
+    "keep_checkpoints": 2, "exit_code_on_sigterm": 143, "evaluation_samples": None,
+    "callbacks": None,
+}  # fmt: skip
+OURS_OF_EACH: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (finetune_llm_reasoning, {"max_wall_seconds": None, "evaluation_rows": None}),
+    (
+        finetune_llm_multiturn,
+        {
+            "groups_per_iteration": 8, "train_seeds": 1024, "evaluation_episodes": 64, "seed": 42,
+            "max_workers": 16, "reset_workers": 1, "step_timeout": 60.0, "on_failure": "drop",
+            "max_failure_share": 0.5, "failure_retries": 0,
+        },
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "own"), OURS_OF_EACH)
+def test_our_own_arguments(function: Callable[..., Any], own: dict[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    found = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    expected = OURS | own
+    assert {name: found.get(name) for name in expected} == expected

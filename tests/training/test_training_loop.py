@@ -59,6 +59,7 @@ def test_signature_is_the_contract() -> None:
         "exit_code_on_sigterm": 143,
         "evaluation_rows": None,
         "evaluation_samples": None,
+        "callbacks": None,
     }
     assert list(parameters)[:4] == ["pop", "env", "env_fn", "init_hp"]
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ class RunState(TypedDict):
     environments: list[dict[str, Any]]
     unevaluated_rows: list[dict[str, float]] | None
     log: dict[str, Any]
+    callbacks: NotRequired[list[dict[str, Any]]]  # not in checkpoints from before there were any
     random: Annotated[list[str], Field(min_length=1)]  # by rank
 
 

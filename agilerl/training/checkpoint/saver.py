@@ -130,11 +130,17 @@ class Saver:
         what = f"best agent so far ({agent.index})"
         return self._tried(what, elite.path, lambda: elite.save(agent, trained))
 
-    def save(self, iteration: int, evaluated: bool) -> None:
-        """Save the run and remove old checkpoints; a full disk, say, is no reason to end it."""
+    def save(self, iteration: int, evaluated: bool) -> Path | None:
+        """Save the run and remove old checkpoints; a full disk, say, is no reason to end it.
+
+        Returns:
+            Where; None: that was not possible, which is reported.
+        """
         what, name = f"checkpoint of iteration {iteration}", checkpoint_name(iteration, evaluated)
-        if self._tried(what, self.directory.path, lambda: self._save(name)):
-            self.directory.prune(self.keep)
+        if not self._tried(what, self.directory.path, lambda: self._save(name)):
+            return None
+        self.directory.prune(self.keep)
+        return self.directory.path / name
 
     def save_after_stop(self, signal_name: str, iteration: int, evaluated: bool) -> None:
         """Save the run, and say where."""
@@ -153,6 +159,20 @@ class Saver:
         if self.ranks.rank == 0:
             logger.info(message)
         self.log.say(message)
+
+    def save_after_callback(self, error: Exception, iteration: int, evaluated: bool) -> None:
+        """Save the run before ``error`` of a callback is raised; note in it where.
+
+        It is raised on all processes, between two iterations, so that nothing is lost.
+        """
+        try:
+            where = self._save(checkpoint_name(iteration, evaluated))
+            note = f"The run was saved after iteration {iteration}: resume_from={str(where)!r}"
+        except Exception as second:  # noqa: BLE001 - it must not hide the first
+            note = f"The run could not be saved ({second!r}). The newest: {self._newest()}"
+        error.add_note(note)
+        if self.ranks.rank == 0:
+            logger.error(note)
 
     def rescue(self, error: Exception, iteration: int, trained: bool) -> None:
         """Save the agents, if they were trained, before ``error`` is raised; note in it where."""

@@ -1,0 +1,95 @@
+"""What a callback is, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Columns = dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """How far a run is, as a callback is told.
+
+    After an iteration of one agent::
+
+        iteration  12
+        rows       [{"iteration": 12, "agent": 0, "steps": 192, "reward_mean": 0.5, ...}]
+    """
+
+    iteration: int
+    """Iterations that are completed."""
+    wall_seconds: float
+    """Seconds that the run has taken, the time before it was resumed included."""
+    agents: list[Any]
+    """The agents, which train on as the callback leaves them."""
+    rows: list[Columns]
+    """Columns of ``metrics.csv`` by name, a dict per agent: in ``on_iteration`` those of the
+    iteration without its evaluation, in ``on_evaluation`` with it; elsewhere the last ones."""
+    directory: Path
+    """The run directory."""
+    is_main_process: bool = True
+    """False on all processes but the one that writes: print and save there only."""
+    checkpoint: Path | None = None
+    """In ``on_checkpoint`` the run checkpoint that was written."""
+    stopped_by: str | None = None
+    """In ``on_end`` why it ended early: ``"SIGINT"``, ``"SIGTERM"`` or what a callback said."""
+    _say: Callable[[str], None] = field(default=print, repr=False)
+    _stop: Callable[[str], None] = field(default=print, repr=False)
+
+    def stop(self, reason: str) -> None:
+        """End the run as if it had reached a bound: evaluated, and saved if it has checkpoints.
+
+        Args:
+            reason: Is shown to the user.
+        """
+        self._stop(reason)
+
+    def say(self, text: str) -> None:
+        """Print, beside the progress bar and on one process only."""
+        self._say(text)
+
+
+class Callback:
+    """Base of callbacks: every method does nothing, override those that you need.
+
+    With several processes each has its callbacks, which are called with the same rows. All
+    processes stop where one of them asks for it, and an exception on one is raised on all.
+
+    Attributes without a leading underscore are taken for settings, which have to be the same in all
+    processes if they are numbers or text.
+    """
+
+    def on_start(self, progress: RunProgress) -> None:
+        """Before the first iteration of a call, also of one that resumes a run."""
+
+    def on_iteration(self, progress: RunProgress) -> None:
+        """After every agent has learned, before this iteration's evaluation if there is one."""
+
+    def on_evaluation(self, progress: RunProgress) -> None:
+        """After all agents were evaluated, also before training."""
+
+    def on_checkpoint(self, progress: RunProgress) -> None:
+        """After a run checkpoint was written."""
+
+    def on_end(self, progress: RunProgress) -> None:
+        """When the run has ended, but not by an error, and is saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to survive until the run is resumed; plain JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` gave, before :meth:`on_start`."""
+
+    def __repr__(self) -> str:
+        plain = (int, float, str, type(None))
+        settings = {
+            name: value
+            for name, value in vars(self).items()
+            if not name.startswith("_") and isinstance(value, plain)
+        }
+        return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in settings.items())})"
