@@ -12,7 +12,8 @@ import torch
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import ForwardConfig, Reduction, UpdateConfig
 from agilerl.llm.engine import Engine
-from agilerl.llm.losses import LossFunction, quantile_over_ranks, reduction_weights
+from agilerl.llm.frozen_passes import with_frozen_passes
+from agilerl.llm.losses import LossFunction, reduction_weights
 from agilerl.llm.metrics import UpdateMetrics
 from agilerl.llm.plan import MiniBatch, plan_mini_batches
 from agilerl.llm.policy import Policy, scatter_actions
@@ -113,7 +114,7 @@ def run_update(
         lockstep=engine.lockstep,
         share_prefixes=policy.shares_prefixes(forward),
     )
-    batch = _with_frozen_passes(policy, engine, batch, plan, forward, update)
+    batch = with_frozen_passes(policy, engine.ranks, batch, plan, forward, update)
     updater = _Updater(policy, engine, batch, loss_function, forward, update)
     with policy.as_role(update.role):
         for step, mini_batch in enumerate(plan * update.epochs):
@@ -126,48 +127,6 @@ def run_update(
             skipped_steps.count(result, engine.ranks.rank)
     updater.metrics.reduce(engine.ranks)
     return updater.metrics
-
-
-def _with_frozen_passes(
-    policy: Policy,
-    engine: Engine,
-    batch: TrainBatch,
-    plan: list[MiniBatch],
-    forward: ForwardConfig,
-    update: UpdateConfig,
-) -> TrainBatch:
-    """The batch with what is needed of the reference and of the policy before the update."""
-    every = [rows for mini in plan for rows in mini.micro_batches]
-    if update.needs_reference:
-        reference = "reference" if "reference" in policy.slots else None
-        batch = replace(batch, ref_logp=policy.frozen_logprobs(batch, reference, forward, every))
-    # The first mini-batch is trained before anything has changed: its forward gives them.
-    old = [rows for mini in plan[1:] for rows in mini.micro_batches]
-    if update.top_entropy_quantile is not None:
-        entropy = torch.zeros(batch.action_mask.shape, device=batch.device)
-        logp = policy.frozen_logprobs(batch, update.role, forward, every, entropy_out=entropy)
-        mask = _top_entropy_mask(entropy, batch, plan, update.top_entropy_quantile, engine)
-        batch = replace(batch, top_entropy_mask=mask, old_logp=logp if update.needs_old else None)
-    elif update.needs_old and len(plan) > 1:
-        batch = replace(batch, old_logp=policy.frozen_logprobs(batch, update.role, forward, old))
-    return batch
-
-
-def _top_entropy_mask(
-    entropy: torch.Tensor,
-    batch: TrainBatch,
-    plan: list[MiniBatch],
-    quantile: float,
-    engine: Engine,
-) -> torch.Tensor:
-    """``(B, S)`` bool: in each mini-batch of all ranks, the trained tokens not below a quantile."""
-    mask = torch.zeros_like(batch.loss_mask)
-    for mini_batch in plan:
-        rows = mini_batch.rows
-        trained, found = batch.loss_mask[rows], entropy[rows]
-        threshold = quantile_over_ranks(found[trained], quantile, engine.ranks)
-        mask[rows] = trained & (found >= threshold)
-    return mask
 
 
 def _sequence_weights(batch: TrainBatch, reduction: Reduction) -> torch.Tensor | None:
