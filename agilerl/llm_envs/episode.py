@@ -181,16 +181,17 @@ def check_groups(episodes: Sequence[Episode], size: int) -> None:
     Raises:
         ValueError: Naming two that differ.
     """
-    for i, episode in enumerate(episodes):
-        first = episodes[i - i % size]
-        if episode.prompt is None or first.prompt is None:  # it failed
-            continue
-        require(
-            torch.equal(episode.prompt["input_ids"], first.prompt["input_ids"]),
-            f"episodes {i - i % size} and {i} are of one group, with the seed {episode.seed}, "
-            "but begin with different prompts: reset(seed) of the environment must choose its "
-            "task by the seed alone, for example with random.Random(seed)",
-        )
+    for start in range(0, len(episodes), size):
+        group = enumerate(episodes[start : start + size], start)
+        begun = [(i, e.prompt["input_ids"]) for i, e in group if e.prompt is not None]
+        for i, prompt in begun[1:]:
+            first, expected = begun[0]
+            require(
+                torch.equal(prompt, expected),
+                f"episodes {first} and {i} are of one group, with the seed {episodes[i].seed}, but "
+                "begin with different prompts: reset(seed) of the environment must choose its task "
+                "by the seed alone, for example with random.Random(seed)",
+            )
 
 
 def _checked_prompt(method: str, prompt: Any) -> ReasoningPrompts:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 
-from agilerl.checks import Number, require, warn_once
-from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
-
-logger = logging.getLogger(__name__)
+from agilerl.checks import Number, require
+from agilerl.typing import Act, Evaluation, MultiTurnEnv
 
 EVALUATION_SEED_START = 1_000_000_000
 """Evaluation episodes have the seeds from here on; training seeds are below."""
-
-# With fewer, as in a game of few positions, repetitions are no sign of a mistake.
-_LEAST_DIFFERENT_PROMPTS = 8
 
 Row = TypeVar("Row")
 
@@ -44,10 +38,10 @@ def row_of_seed(seed: int, train: Sequence[Row], test: Sequence[Row]) -> Row:
     return rows[(seed - first) % len(rows)]
 
 
-def evaluate_episodes(env: MultiTurnEnv, act: Act, seeds: Iterable[int]) -> Evaluation:
-    """Play one episode per seed, one after the other."""
+def evaluate_episodes(env: MultiTurnEnv, act: Act, count: int) -> Evaluation:
+    """Play one episode for each of the first ``count`` evaluation seeds, one after the other."""
     returns, first_prompts, transcripts = [], [], []
-    for seed in seeds:
+    for seed in range(EVALUATION_SEED_START, EVALUATION_SEED_START + count):
         prompt, _ = env.reset(seed=seed)
         first_prompts.append(str(prompt.get("text", "")))
         total, done = 0.0, False
@@ -65,31 +59,3 @@ def evaluate_episodes(env: MultiTurnEnv, act: Act, seeds: Iterable[int]) -> Eval
 def transcript_of(env: MultiTurnEnv) -> str:
     """The episode as text, which environments need not keep."""
     return str(getattr(env, "transcript", ""))
-
-
-class HeldOutCheck:
-    """Notices evaluations on prompts that were trained on."""
-
-    def __init__(self) -> None:
-        self._trained: set[bytes] = set()
-
-    def train_on(self, prompts: Iterable[ReasoningPrompts]) -> None:
-        """Remember first prompts of training episodes."""
-        self._trained |= _keys(prompts)
-
-    def evaluate_on(self, prompts: Iterable[ReasoningPrompts]) -> None:
-        """Warn once if all first prompts of an evaluation, which differ, were trained on."""
-        keys = _keys(prompts)
-        if len(keys) >= _LEAST_DIFFERENT_PROMPTS and keys <= self._trained:
-            warn_once(
-                logger,
-                "All %d prompts of the evaluation were trained on before, so its fitness does not "
-                "show how an agent does on new ones. Evaluation seeds begin at %d: where a seed "
-                "chooses a row of data, use agilerl.llm_envs.row_of_seed(seed, train, test).",
-                len(keys),
-                EVALUATION_SEED_START,
-            )
-
-
-def _keys(prompts: Iterable[ReasoningPrompts]) -> set[bytes]:
-    return {prompt["input_ids"].cpu().numpy().tobytes() for prompt in prompts}

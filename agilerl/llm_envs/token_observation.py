@@ -236,13 +236,13 @@ class TokenObservationWrapper:
         return *self._tokens.tensors(self.pad_id or self.tokenizer.pad_token_id or 0), rewards
 
     def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
-        """Play one episode for each of the seeds 0 to ``loop - 1``.
+        """Play one episode for each of the first ``loop`` seeds from ``EVALUATION_SEED_START`` on.
 
         Args:
             act: Answers prompts once each.
             loop: Episodes to play.
         """
-        return evaluate_episodes(self, act, range(loop))
+        return evaluate_episodes(self, act, loop)
 
     def close(self) -> None:
         """Close the environment, if it can be closed."""

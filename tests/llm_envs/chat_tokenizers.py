@@ -44,6 +44,19 @@ REASONING = (
     "{{ '<|im_start|>' + message['role'] + '\\n' + content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# Gives answers after the last message of the user reasoning, be it empty, as Qwen 3 does.
+ADDED_REASONING = (
+    "{% set last = namespace(user=0) %}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    + LOOP
+    + "{{ '<|im_start|>' + message['role'] + '\\n' }}{% set content = message['content'] %}"
+    "{% if message['role'] == 'assistant' %}{% set parts = content.split('</think>') %}"
+    "{% set content = parts[-1].lstrip('\\n') %}{% if loop.index0 > last.user %}"
+    "{% set thought = parts[0] if parts | length > 1 else '' %}"
+    "{{ '<think>\\n' + thought.split('<think>')[-1].strip('\\n') + '\\n</think>\\n\\n' }}"
+    "{% endif %}{% endif %}{{ content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 PHI = (
     LOOP + "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}"
@@ -87,6 +100,7 @@ STYLES: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "hermes": (HERMES, ("<|im_start|>", "<|im_end|>"), "<|im_end|>", "<|im_end|>"),
     "strict": (STRICT, ("</s>", "[user]", "[assistant]"), "</s>", "</s>"),
     "reasoning": (REASONING, ("<|im_start|>", "<|im_end|>"), "<|im_end|>", "<|im_end|>"),
+    "added": (ADDED_REASONING, ("<|im_start|>", "<|im_end|>"), "<|im_end|>", "<|im_end|>"),
 }
 """Template, special tokens, the tokenizer's eos, and what ends a turn."""
 

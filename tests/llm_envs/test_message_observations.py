@@ -128,6 +128,36 @@ def test_nothing_has_to_be_said_when_it_is_cut_off() -> None:
     assert play(wrapper, "A").endswith("A<|im_end|>")
 
 
+@pytest.mark.parametrize(
+    ("text", "ended"),
+    [
+        ("", True),
+        *(
+            (text, ended)
+            for text in (
+                "<",
+                "<think>",
+                "<think>\n\n</think>\n\n",
+                "<think>\nok\n</think>\n\ncall",
+                "hi",
+            )
+            for ended in (True, False)
+        ),
+    ],
+)
+def test_a_turn_has_one_end_where_the_template_adds_reasoning(text: str, ended: bool) -> None:
+    tokenizer = chat_tokenizer("added")
+    wrapper = TokenObservationWrapper(Says("Hi", [said("tool", "4")]), tokenizer, 4)
+    prompt, _ = wrapper.reset()
+    sampled = [*tokenizer.encode(text), *([tokenizer.eos_token_id] if ended else [])]
+    ids = torch.cat([prompt["input_ids"], torch.tensor([sampled])], 1)
+    following, *_ = wrapper.step(ids)
+    assert following["text"] == (
+        f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>\n"
+        "<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 def test_other_keys_reach_the_template() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (

@@ -11,7 +11,7 @@ from chat_tokenizers import STYLES, chat_tokenizer, turn_end
 from transformers import PreTrainedTokenizerFast
 
 from agilerl import checks
-from agilerl.llm_envs import TokenObservationWrapper
+from agilerl.llm_envs import EVALUATION_SEED_START, TokenObservationWrapper
 from agilerl.testing import byte_tokenizer
 from agilerl.typing import ActionResult, ReasoningPrompts
 
@@ -108,6 +108,8 @@ EXPECTED = {
     "A<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nB<|im_end|>",
     "strict": "[user]Hi</s>[assistant]A</s>[user]more</s>[assistant]B</s>",
     "reasoning": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    "A<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nB<|im_end|>",
+    "added": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     "A<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nB<|im_end|>",
 }
 
@@ -448,7 +450,7 @@ def test_128_turns_cost_the_tokenisation_of_128_single_turns() -> None:
     assert long[1] <= 1.5 * turns * single[1]
 
 
-def test_evaluate_plays_the_first_seeds() -> None:
+def test_evaluate_plays_the_first_evaluation_seeds() -> None:
     script, tokenizer = Script("a", "b"), byte_tokenizer()
     env = TokenObservationWrapper(script, tokenizer, max_turns=2, apply_chat_template=False)
     seeds: list[int] = []
@@ -458,7 +460,7 @@ def test_evaluate_plays_the_first_seeds() -> None:
         return ActionResult([answer(prompt, "x", tokenizer) for prompt in prompts], [])
 
     evaluation = env.evaluate(act, loop=3)
-    assert seeds == [0, 0, 1, 1, 2, 2]
+    assert [seed - EVALUATION_SEED_START for seed in seeds] == [0, 0, 1, 1, 2, 2]
     assert evaluation.rewards.tolist() == [1.0 + 2.0] * 3
     assert evaluation.questions == ["a"] * 3
     assert evaluation.completions == ["x<|im_end|>bx<|im_end|>"] * 3

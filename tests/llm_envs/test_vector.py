@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from agilerl import checks
+from agilerl.algorithms.core import evaluation
 from agilerl.llm_envs import (
     EVALUATION_SEED_START,
     EnvironmentFailure,
@@ -20,6 +21,7 @@ from agilerl.llm_envs import (
     TokenObservationWrapper,
     row_of_seed,
 )
+from agilerl.llm_envs.dataset.repetition import RepetitionCheck
 from agilerl.testing import byte_tokenizer
 from agilerl.typing import ActionResult, ReasoningPrompts
 
@@ -591,6 +593,21 @@ def test_episodes_of_a_group_begin_with_the_same_prompt() -> None:
     assert len(env.reset([3, 4])) == 4
 
 
+def test_a_group_whose_first_episode_failed_is_of_one_task_too() -> None:
+    class Unseeded(Game):
+        def reset(self, seed: int | None = None) -> Any:
+            if (number := next(numbers)) == 0:
+                raise ConnectionError("gone")
+            return super().reset(number)
+
+    env = SyncMultiTurnVecEnv(Unseeded, batch_size=2, group_size=4)
+    numbers = iter([7, 7, 7, 7, 0, 0, 8, 9])
+    with pytest.raises(ValueError, match="episodes 6 and 7 are of one group, with the seed 4"):
+        env.reset([3, 4])
+    numbers = iter([0, 7, 7, 7, 0, 0, 0, 9])
+    assert len(env.reset([3, 4])) == 4
+
+
 class Rows(Game):
     """A task per row of data; ``held_out``: evaluation has rows of its own."""
 
@@ -603,20 +620,51 @@ class Rows(Game):
         return super().reset(row_of_seed(seed, range(10), self.test))
 
 
-@pytest.mark.parametrize("held_out", [False, True])
-def test_an_evaluation_on_prompts_that_were_trained_on_warns(
-    held_out: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("evaluated_first", [False, True])
+@pytest.mark.parametrize(("held_out", "trained"), [(False, 1), (False, 10), (True, 10)])
+def test_evaluation_prompts_that_are_trained_on_warn(
+    held_out: bool,
+    trained: int,
+    evaluated_first: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checks, "_warned", set())
-    env = SyncMultiTurnVecEnv(lambda: Rows(held_out), batch_size=10, evaluation_episodes=20)
-    env.evaluate(act)  # before the first training batch
-    env.play(act, range(10))
-    assert not caplog.records
+    env = SyncMultiTurnVecEnv(lambda: Rows(held_out), batch_size=trained, evaluation_episodes=20)
+    if evaluated_first:
+        env.evaluate(act)
+    env.play(act, range(trained))
     for _ in range(2):
         env.evaluate(act)
-    assert ["All 10 prompts" in record.message for record in caplog.records] == (
-        [] if held_out else [True]
-    )
+    said = f"Of the prompts of evaluation at least {10 * trained}% are in training too"
+    assert [said in r.message for r in caplog.records] == ([] if held_out else [True])
+
+
+def test_of_many_training_prompts_only_those_of_evaluation_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "_warned", set())
+    check = RepetitionCheck("evaluation", "training", "keep them apart")
+    check.trained_on(range(1000))
+    check.evaluated_on(range(990, 1010))
+    check.trained_on(range(1000, 2000))
+    assert check._trained == set(range(990, 1010))
+
+
+def test_evaluation_of_one_environment_is_on_evaluation_seeds() -> None:
+    class Text:
+        def reset(self, seed: int | None = None) -> Any:
+            return f"seed {seed}", {}
+
+        def step(self, action: str) -> Any:
+            return "", 0.0, True, False, {}
+
+    wrapper = TokenObservationWrapper(Text(), byte_tokenizer(), 1, apply_chat_template=False)
+    first = [f"seed {EVALUATION_SEED_START + i}" for i in range(3)]
+    assert wrapper.evaluate(act, 3).questions == first
+    game = Game()
+    seeds = [str([1, EVALUATION_SEED_START + i]) for i in range(3)]
+    assert evaluation.evaluate(game, act, 3).questions == seeds
 
 
 def test_rows_of_seeds() -> None:

@@ -30,7 +30,8 @@ def evaluate(env: Any, act: Act, loop: int) -> Evaluation:
     """Evaluate on this process's share of the data.
 
     Args:
-        env: An ``EvaluableEnv``, or a ``MultiTurnEnv``, whose seeds 0 to ``loop - 1`` are played.
+        env: An ``EvaluableEnv``, or a ``MultiTurnEnv``, whose first ``loop`` evaluation seeds are
+            played.
         act: Answers prompts.
         loop: Times to go through the data.
 
@@ -47,7 +48,7 @@ def evaluate(env: Any, act: Act, loop: int) -> Evaluation:
         "agilerl.typing.EvaluableEnv or MultiTurnEnv",
         TypeError,
     )
-    evaluation = env.evaluate(act, loop) if evaluable else evaluate_episodes(env, act, range(loop))
+    evaluation = env.evaluate(act, loop) if evaluable else evaluate_episodes(env, act, loop)
     require(
         isinstance(evaluation, Evaluation),
         f"evaluate of {type(env).__name__} returned a {type(evaluation).__name__}; it must be an "

@@ -102,8 +102,8 @@ class LLMAlgorithm(LoRAAgent):
         Args:
             env: A ``ReasoningGym``, whose training position is untouched; a
                 ``SyncMultiTurnVecEnv``, which plays its evaluation seeds; a single multi-turn
-                environment, which plays the seeds 0 to ``loop - 1``; or any other that follows
-                ``agilerl.typing.EvaluableEnv``.
+                environment, which plays the first ``loop`` evaluation seeds; or any other that
+                follows ``agilerl.typing.EvaluableEnv``.
             loop: How many times to go through the split, or the evaluation seeds.
             samples: Answer each prompt so often, sampled as in training; None: once, greedily. An
                 environment of several turns takes one answer per prompt: raise ``loop`` there. What

@@ -117,15 +117,15 @@ class TurnBoundary:
         Raises:
             ValueError: The template does not show answers.
         """
-        if self.has_template:
-            text = self._after_answer(answer, messages)
-        else:
-            text = self._concatenated(messages)
         end = ""
         if answer[-1] in self.special_ids:
             end = str(self.tokenizer.convert_ids_to_tokens(answer[-1]))
-            # Some templates write a space before the end, which the model did not sample.
-            text = text.lstrip() if text.lstrip().startswith(end) else text
+        if self.has_template:
+            text = self._after_answer(self.answer_text(answer), end, messages)
+        else:
+            text = self._concatenated(messages)
+        if end and text.lstrip().startswith(end):
+            text = text.lstrip()  # Some templates write a space first, which was not sampled.
         ids = self._tokenize_inside(text)
         if end and ids and ids[0] == answer[-1]:
             return text.removeprefix(end), ids[1:]
@@ -137,27 +137,37 @@ class TurnBoundary:
         ids = list(answer[:-1] if ended else answer)
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    def _after_answer(self, answer: Sequence[int], messages: Sequence[dict[str, Any]]) -> str:
+    def _after_answer(self, answer: str, end: str, messages: Sequence[dict[str, Any]]) -> str:
         """The text from the end of an answer's content to the next generation prompt.
 
-        If the template rewrites earlier turns (drops reasoning, trims answers, moves the system
-        prompt), a warning is logged once; the ids that the model saw and sampled are kept.
+        If the template rewrites earlier turns (drops or adds reasoning, trims answers, moves the
+        system prompt), a warning is logged once; the ids that the model saw and sampled are kept.
+
+        Args:
+            answer: The text of the answer.
+            end: The special token that ended it, empty if none did.
+            messages: The environment's next observation.
         """
         opening, after = self._opening_messages, self._shown(messages)
-        text = self.answer_text(answer)
-        whole = self._render([*opening, _answered(text), *after])
-        if whole.startswith(self._opening + text):
-            return whole[len(self._opening) + len(text) :]
+        mark = _absent_from(contents([*opening, *after]))
+        whole = self._render([*opening, _answered(answer), *after])
+        if whole.startswith(self._opening + answer):
+            rest = whole[len(self._opening) + len(answer) :]
+            # An answer that is empty or was cut off may be the start of what a template puts before
+            # answers, such as <think></think>.
+            if (end and rest.lstrip().startswith(end)) or (
+                self._render([*opening, _answered(mark), *after]) == self._opening + mark + rest
+            ):
+                return rest
         warn_once(
             logger,
             "The chat template renders earlier turns differently once the conversation goes on (it "
-            "drops reasoning, trims answers or moves the system prompt). The token ids that the "
-            "model saw and sampled are kept as they are.",
+            "drops or adds reasoning, trims answers or moves the system prompt). The token ids "
+            "that the model saw and sampled are kept as they are.",
             per=str(self.tokenizer.chat_template),
         )
         # Stands for the answer; without system prompt and tools, which some templates would put
         # here again at every turn.
-        mark = _absent_from(contents([*opening, *after]))
         asked = [message for message in opening if message["role"] != "system"]
         whole = self._render([*asked, _answered(mark), *after], self._without_tools)
         _, found, rest = whole.rpartition(mark)

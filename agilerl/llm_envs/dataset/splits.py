@@ -17,6 +17,8 @@ from agilerl.llm_envs.dataset.sampler import TrainingBatchSampler
 from agilerl.llm_envs.dataset.stream import Stream
 from agilerl.llm_envs.dataset.streamed_batches import StreamedBatches
 
+_HOLD_OUT = "hold rows out, for example with dataset.train_test_split(test_size=0.1, seed=0)"
+
 
 def read_training_rows(dataset: Any) -> Rows | Stream:
     """The rows of what the user passed as ``train_dataset``, which may be a stream.
@@ -161,4 +163,6 @@ class Splits:
                 for name, rows in self.test.items()
             }
         )
-        return test, RepetitionCheck(test.prompt_keys)
+        repetition = RepetitionCheck("test_dataset", "train_dataset", _HOLD_OUT)
+        repetition.evaluated_on(test.prompt_keys)
+        return test, repetition
