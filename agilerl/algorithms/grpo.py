@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -30,6 +30,7 @@ from agilerl.llm.config import (
     ImportanceAnchor,
     ImportanceCorrection,
     LossType,
+    OptimizerFactory,
     RatioLevel,
     Reduction,
     SamplingConfig,
@@ -168,6 +169,10 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         mask_truncated_completions: Leave completions that were cut off by their length, and
             truncated episodes, out of the loss and its normalisers; their rewards still count in
             their groups' means and stds.
+        optimizer: ``"adamw"``; ``"adamw_8bit"``, whose moments take a quarter of the memory and
+            which needs bitsandbytes; or a function ``(parameter_groups, lr) ->
+            torch.optim.Optimizer``, such as ``torch.optim.SGD``. With ZeRO only AdamW. The
+            attribute of this name is torch's optimizer.
         weight_decay: Decoupled weight decay of AdamW, a share of ``lr``.
         adam_betas: AdamW's decay rates of the means of the gradient and of its square.
         lr_schedule: ``"constant"``, or after the warm-up ``"linear"`` or ``"cosine"`` decay to
@@ -256,6 +261,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         advantage_baseline: Baseline = "group_mean",
         entropy_coef: float = 0.0,
         top_entropy_quantile: float | None = None,
+        optimizer: Literal["adamw", "adamw_8bit"] | OptimizerFactory = "adamw",
         weight_decay: float = 0.0,
         adam_betas: tuple[float, float] = (0.9, 0.999),
         lr_schedule: ScheduleKind | None = None,

@@ -141,6 +141,8 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("entropy_coef", -0.1, ValueError, "-0.1.*at least 0"),
     ("top_entropy_quantile", 1.0, ValueError, "1.0.*above 0 and below 1"),
     ("top_entropy_quantile", 0, ValueError, "0.*above 0 and below 1"),
+    ("optimizer", "sgd", ValueError, "'sgd'.*'adamw' or 'adamw_8bit', or a function"),
+    ("optimizer", 3, TypeError, "3.*function"),
     ("weight_decay", -0.1, ValueError, "-0.1.*at least 0"),
     ("adam_betas", 0.9, TypeError, r"0.9.*two numbers in \[0, 1\)"),
     ("adam_betas", (0.9, "0.99"), TypeError, "'0.99'.*two numbers"),

@@ -36,8 +36,8 @@ CONTRACT: list[tuple[str, Any]] = [
     ("importance_anchor", "old"), ("importance_correction", "token_truncate"),
     ("importance_floor", None), ("dual_clip", None), ("advantage_baseline", "group_mean"),
     ("entropy_coef", 0.0), ("top_entropy_quantile", None),
-    ("weight_decay", 0.0), ("adam_betas", (0.9, 0.999)), ("lr_schedule", None),
-    ("lr_schedule_steps", None), ("warmup_steps", 0),
+    ("optimizer", "adamw"), ("weight_decay", 0.0), ("adam_betas", (0.9, 0.999)),
+    ("lr_schedule", None), ("lr_schedule_steps", None), ("warmup_steps", 0),
 ]  # fmt: skip
 PINNED = {GSPO: "gspo", CISPO: "cispo"}
 

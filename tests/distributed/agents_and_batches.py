@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 
 from agilerl.algorithms import GRPO
-from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.llm.config import CosineLRScheduleConfig, OptimizerSettings
 from agilerl.testing import byte_tokenizer, tiny_model
 
 TOKENIZER = byte_tokenizer()
@@ -61,6 +61,7 @@ AGAINST_SAMPLER = {
 }
 # The trajectories that ``sample_mask`` keeps: some of one prompt, one and all of the others.
 LEFT = torch.tensor([[True, False, True, True], [False, False, True, False], [True] * GROUP])
+DECAY = OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.95))
 COSINE = CosineLRScheduleConfig(num_epochs=10, warmup_proportion=0.3)
 
 

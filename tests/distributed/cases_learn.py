@@ -16,6 +16,7 @@ from agents_and_batches import (
     AGAINST_SAMPLER,
     COSINE,
     CREDIT,
+    DECAY,
     LEFT,
     OPTIONS,
     PROMPTS_OF_RANK,
@@ -337,7 +338,7 @@ def two_groups(accelerator: Any) -> dict[str, Any]:
     ranks = ranks_of(accelerator)
     for number in range(5):
         groups = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": 0.02}]
-        engine = build_engine(groups, 0.1, None, accelerator)
+        engine = build_engine(groups, 0.1, None, accelerator, DECAY)
         if saved is not None:
             engine.load_state_dict(saved)
         engine.loss_scale = 2.0 ** (10 + ranks.rank)  # undone before gradients are summed
@@ -347,6 +348,19 @@ def two_groups(accelerator: Any) -> dict[str, Any]:
             shards.append(ranks.gather(engine.shard()))  # type: ignore[attr-defined]
         engine.close()
     return {"values": [p.detach() for p in parameters], "saved": saved, "shards": shards}
+
+
+@case
+def another_optimizer(accelerator: Any) -> dict[str, Any]:
+    """What a function makes, which ZeRO cannot partition."""
+    try:
+        agent = make_agent(accelerator, optimizer=torch.optim.SGD)
+    except ValueError as error:
+        return {"refusal": str(error)}
+    mine(accelerator).learned_by(agent)
+    result = {"weights": weights(agent)}
+    agent.clean_up()
+    return result
 
 
 @case

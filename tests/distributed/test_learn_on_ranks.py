@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from agents_and_batches import (
     AGAINST_SAMPLER,
     COSINE,
     CREDIT,
+    DECAY,
     LEFT,
     OPTIONS,
     Data,
@@ -290,7 +292,7 @@ def test_parameter_groups_step_apart_and_together(ranks: Ranks, tmp_path: Path) 
     """As in a single process, where AdamW leaves alone what has no gradient."""
     parameters = parameters_of_two_groups()
     groups = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": 0.02}]
-    alone = LocalEngine(groups, 0.1)
+    alone = LocalEngine(groups, 0.1, settings=DECAY)
     for number in range(5):
         step_two_groups(alone, number, [0, 1])
     expected = alone.state_dict()["optimizer"]
@@ -311,6 +313,17 @@ def test_parameter_groups_step_apart_and_together(ranks: Ranks, tmp_path: Path) 
             assert [read[0][n]["step"] for n in range(3)] == [1.0, 0.0, 0.0]
             for n, moments in read[1].items():
                 assert all(torch.equal(moments[name], found[n][name]) for name in moments)
+
+
+@each_setting("another_optimizer")
+def test_another_optimizer_steps_alike_and_is_refused_with_zero(ranks: Ranks) -> None:
+    if "refusal" in ranks[0]:
+        says = "optimizer is .*SGD.*, but accelerator asks for ZeRO stage 2.*optimizer='adamw'"
+        assert all(re.search(says, rank["refusal"]) for rank in ranks)
+        return
+    agent, _ = alone(optimizer=torch.optim.SGD)
+    for rank in ranks:
+        torch.testing.assert_close(rank["weights"], weights(agent), atol=TOLERANCE, rtol=0)
 
 
 @each_setting("fresh_optimizer")

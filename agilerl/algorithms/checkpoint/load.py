@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from agilerl.llm.checkpoint import lora_merging
 from agilerl.llm.checkpoint.checkpoint_files import SavedAdapter, SavedCheckpoint, read_checkpoint
 from agilerl.llm.engine.accelerator_config import rank_batch_size
 from agilerl.llm.engine.local import LocalEngine
+from agilerl.llm.engine.saved_state import fitting_state
 from agilerl.llm.shared_base import base_tensors
 from agilerl.llm.update import SkippedSteps
 
@@ -268,38 +268,13 @@ def _restored_engine(agent: LoRAAgent, state: Any, keep_lr: bool) -> LocalEngine
     Raises:
         ValueError: If the state is damaged or that of other parameters.
     """
-    engine, saved = agent._build_engine(), state["optimizer"]
+    engine = agent._build_engine()
     try:
-        shapes = {number: p.shape for number, p in enumerate(engine.parameters)}
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        fits = numbers == list(shapes) and all(
-            name == "step" or values.shape == shapes[number]
-            for number, moments in saved["state"].items()
-            for name, values in moments.items()
-        )
-        require(fits, "its moments have other shapes than this agent's parameters")
-        if engine.scheduler is not None and state["scheduler"] is not None:
-            same = _form(state["scheduler"]) == _form(engine.scheduler.state_dict())
-            require(same, "its schedule is of another kind")
-        # Betas, weight decay and so on are the engine's own.
-        taken = ("params", "lr", "initial_lr")
-        pairs = zip(engine.optimizer.param_groups, saved["param_groups"], strict=True)
-        groups = [own | {n: group[n] for n in taken if n in group} for own, group in pairs]
-        optimizer = {**saved, "param_groups": groups}
-        engine.load_state_dict({**state, "optimizer": optimizer}, keep_lr=keep_lr)
+        engine.load_state_dict(fitting_state(engine, state), keep_lr=keep_lr)
     except Exception as error:  # whatever torch runs into in content that is not its own
         engine.close()
         raise ValueError(
-            f"the checkpoint's optimizer state is damaged, or that of another model ({error!r}); "
-            "load without load_optimizer, or use another checkpoint"
+            "the checkpoint's optimizer state is damaged, or that of another model or optimizer "
+            f"({error!r}); load without load_optimizer, or use another checkpoint"
         ) from error
     return engine
-
-
-def _form(state: Any) -> Any:
-    """A state with types in place of its values."""
-    if isinstance(state, dict):
-        return {name: _form(value) for name, value in state.items()}
-    if isinstance(state, list):
-        return [_form(value) for value in state]
-    return "number" if type(state) in (int, float) and math.isfinite(state) else type(state)

@@ -57,7 +57,7 @@ def rebuild(
     if actor_network is None:
         actor_network = ranks.on_all_ranks(lambda: _saved_base(saved, arguments, device))
     arguments |= {"actor_network": actor_network, "device": device, "accelerator": accelerator}
-    agent = cls(**arguments, **process)
+    agent = cls(**(arguments | process))
     fit(agent, saved, adapters_by_role(agent, saved)).restore()
     agent.set_attributes(state)
     return agent

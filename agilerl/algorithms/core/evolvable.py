@@ -106,15 +106,16 @@ class EvolvableAlgorithm:
             agent: The agent.
             input_args_only: Only those that are constructor arguments.
         """
+        if input_args_only:
+            # Arguments may share a name with a property, as ``optimizer`` does.
+            own = vars(agent)
+            return {name: own[name] for name in agent.argument_names() if name in own}
         hidden = {*agent._evolvable_names(), *agent._runtime_attributes}
-        public = {
+        return {
             name: value
             for name, value in vars(agent).items()
             if not name.startswith("_") and name not in hidden
         }
-        if not input_args_only:
-            return public
-        return {name: public[name] for name in agent.argument_names() if name in public}
 
     @staticmethod
     def copy_attributes(agent: EvolvableAlgorithm, clone: EvolvableAlgorithm) -> EvolvableAlgorithm:

@@ -22,7 +22,7 @@ from agilerl.algorithms.core.lora_agent import LoRAAgent
 from agilerl.checks import OPTIONAL_COUNT
 from agilerl.distributed import ranks_of
 from agilerl.llm.causal_lm import context_length, eos_token_ids
-from agilerl.llm.config import ForwardConfig, SamplingConfig
+from agilerl.llm.config import ForwardConfig, OptimizerFactory, SamplingConfig
 from agilerl.llm.generation import Completions, GenerationRequest
 from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.typing import Act, ActionResult, ReasoningPrompts
@@ -246,6 +246,7 @@ class LLMAlgorithm(LoRAAgent):
         *,
         use_vllm: bool = False,
         vllm_config: VLLMConfig | None = None,
+        optimizer: OptimizerFactory | None = None,
     ) -> Self:
         """Rebuild an agent from a checkpoint: weights, optimizer, hyperparameters, history, RNG.
 
@@ -258,7 +259,10 @@ class LLMAlgorithm(LoRAAgent):
             use_vllm: Generate with vLLM. Like the device it is no part of a checkpoint, and an
                 agent that was trained with vLLM is loaded without unless this is set.
             vllm_config: How vLLM is run; None: ``VLLMConfig()``.
+            optimizer: The function that made the optimizer, if the agent was made with one: no
+                checkpoint holds it. None: the AdamW that the agent was saved with.
         """
         given = use_vllm or vllm_config is not None
-        vllm = {"use_vllm": use_vllm, "vllm_config": vllm_config} if given else {}
-        return rebuild(cls, Path(path), device, accelerator, actor_network, **vllm)
+        process: dict[str, Any] = {"optimizer": optimizer} if optimizer is not None else {}
+        process |= {"use_vllm": use_vllm, "vllm_config": vllm_config} if given else {}
+        return rebuild(cls, Path(path), device, accelerator, actor_network, **process)

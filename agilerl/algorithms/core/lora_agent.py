@@ -147,7 +147,10 @@ class LoRAAgent(OptimizerArguments, EvolvableAlgorithm):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW over this agent's trained adapters, a parameter group each."""
+        """What steps this agent's trained adapters, a parameter group each.
+
+        Not the argument ``optimizer``, which says what it is.
+        """
         return self.engine.optimizer
 
     @property
@@ -320,4 +323,7 @@ class LoRAAgent(OptimizerArguments, EvolvableAlgorithm):
         """The constructor's arguments that a checkpoint holds, as they are now."""
         table = self.argument_table()
         arguments = self.inspect_attributes(self, input_args_only=True)
-        return {name: value for name, value in arguments.items() if table[name].saved}
+        saved = {name: value for name, value in arguments.items() if table[name].saved}
+        if callable(saved.get("optimizer")):  # code, which no checkpoint holds
+            del saved["optimizer"]
+        return saved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from numbers import Real
@@ -16,9 +17,12 @@ from agilerl.llm.config import (
     OptimizerSettings,
     ScheduleKind,
 )
+from agilerl.llm.engine.accelerator_config import zero_section
 
 logger = logging.getLogger(__name__)
 
+OPTIMIZERS = ("adamw", "adamw_8bit")
+FACTORY = "a function (parameter_groups, lr) -> torch.optim.Optimizer, such as torch.optim.SGD"
 LOWEST_USUAL_LR = 1e-6
 """Below it LoRA adapters hardly move."""
 
@@ -32,12 +36,23 @@ def check_betas(name: str, value: Any) -> None:
     require(within, f"{name} is {value!r}; {remedy}")
 
 
+def check_optimizer(name: str, value: Any) -> None:
+    """Refuse what is neither the name of an optimizer nor a function."""
+    named = isinstance(value, str) and value in OPTIMIZERS
+    allowed = " or ".join(map(repr, OPTIMIZERS))
+    error = ValueError if isinstance(value, str) else TypeError
+    require(
+        named or callable(value), f"{name} is {value!r}; it must be {allowed}, or {FACTORY}", error
+    )
+
+
 class OptimizerArguments(LLMArguments):
     """Arguments of the optimizer and the learning rate's schedule."""
 
     cosine_lr_schedule_config: CosineLRScheduleConfig | None = argument(
         InstanceOf(CosineLRScheduleConfig, "a CosineLRScheduleConfig"), None
     )
+    optimizer: Any = argument(check_optimizer, "adamw", resumed=False)
     weight_decay: float = argument(Number(0), 0.0, mutable=True)
     adam_betas: tuple[float, float] = argument(check_betas, (0.9, 0.999))
     lr_schedule: ScheduleKind | None = argument(OneOf((None, "constant", "linear", "cosine")), None)
@@ -49,6 +64,7 @@ class OptimizerArguments(LLMArguments):
         """Refuse values that contradict each other."""
         super().check_together(arguments)
         _check_schedule(arguments)
+        _check_optimizer_fits(arguments)
         rank = ranks_of(arguments["accelerator"]).rank
         if arguments["lr"] < LOWEST_USUAL_LR and rank == 0 and not arguments["clone"]:
             warn_once(
@@ -60,7 +76,9 @@ class OptimizerArguments(LLMArguments):
     def optimizer_settings(self) -> OptimizerSettings:
         """Which optimizer, and its settings, from the attributes as they are now."""
         first, second = self.adam_betas
-        return OptimizerSettings(weight_decay=self.weight_decay, betas=(first, second))
+        # The attribute `optimizer` is torch's.
+        kind = vars(self)["optimizer"]
+        return OptimizerSettings(kind, weight_decay=self.weight_decay, betas=(first, second))
 
     def schedule(self) -> LRSchedule | None:
         """The learning rate's schedule; None: constant, without warm-up."""
@@ -70,6 +88,31 @@ class OptimizerArguments(LLMArguments):
             return None
         warmup = _warmup_calls(self.warmup_steps, self.lr_schedule_steps)
         return LRSchedule(self.lr_schedule, self.lr_schedule_steps, warmup)
+
+
+def _check_optimizer_fits(arguments: Mapping[str, Any]) -> None:
+    """Refuse an optimizer that is not installed, and settings that it does not have."""
+    chosen = arguments["optimizer"]
+    stage = zero_section(arguments["accelerator"]).get("stage", 0)
+    require(
+        chosen == "adamw" or stage == 0,
+        f"optimizer is {chosen!r}, but accelerator asks for ZeRO stage {stage}, which partitions "
+        "AdamW only; use optimizer='adamw', or an accelerator without DeepSpeed",
+    )
+    require(
+        chosen != "adamw_8bit" or importlib.util.find_spec("bitsandbytes") is not None,
+        "optimizer is 'adamw_8bit', which needs bitsandbytes: pip install 'agilerl[quantization]'",
+        ImportError,
+    )
+    if callable(chosen):
+        searched = "weight_decay" in (arguments["hp_config"] or ())
+        for name in ("weight_decay", "adam_betas"):
+            default = OptimizerArguments.argument_table()[name].default
+            require(
+                arguments[name] == default and not (name == "weight_decay" and searched),
+                f"{name} is {arguments[name]}{', and in hp_config' if searched else ''}, but "
+                f"optimizer is a function; have it set {name}",
+            )
 
 
 def _check_schedule(arguments: Mapping[str, Any]) -> None:

@@ -252,7 +252,8 @@ def _read_optimizer(folder: Path, attributes: Mapping[str, Any]) -> dict[str, An
     file, state = folder / ATTRIBUTES_FILE, attributes.get("optimizer")
     if state is None:
         return None
-    check(file, state, schema.EngineState, "optimizer")
+    other = isinstance(state, dict) and "kind" in state
+    check(file, state, schema.OtherEngineState if other else schema.EngineState, "optimizer")
     if "optimizer_shards" not in attributes:
         return dict(state)
     check(file, attributes["optimizer_shards"], schema.Count, "optimizer_shards")

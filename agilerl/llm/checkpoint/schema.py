@@ -40,6 +40,7 @@ Role = Annotated[str, Predicate(str.isidentifier)]
 Names = str | list[str] | None
 Rate = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Tensor = Annotated[pydantic.InstanceOf[torch.Tensor], pydantic.AfterValidator(_stored)]
+_StateValue = Tensor | bool | int | float | str | None
 DType = pydantic.InstanceOf[torch.dtype]
 
 
@@ -62,12 +63,27 @@ class _AdamWState(TypedDict):
     param_groups: list[_ParameterGroup]  # of other options the agent's own are kept
 
 
-class EngineState(TypedDict):
-    """Optimizer and schedule, as an engine's ``state_dict()`` gives them."""
+class _OtherState(TypedDict):
+    state: dict[int, dict[str, _StateValue | dict[str, _StateValue]]]
+    param_groups: list[_ParameterGroup]  # of which numbers are taken
 
-    optimizer: _AdamWState
+
+class _Schedule(TypedDict):
     scheduler: dict[str, Any] | None
     lr: NotRequired[Rate | list[Rate]]
+
+
+class EngineState(_Schedule):
+    """AdamW and schedule, as an engine's ``state_dict()`` gives them."""
+
+    optimizer: _AdamWState
+
+
+class OtherEngineState(_Schedule):
+    """The same of another optimizer."""
+
+    optimizer: _OtherState
+    kind: str
 
 
 class _History(TypedDict):

@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from agilerl.distributed import Ranks
 from agilerl.llm.config import LRSchedule, OptimizerSettings
-from agilerl.llm.engine.optimizers import build_optimizer
+from agilerl.llm.engine.optimizers import build_optimizer, check_storable
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, schedule: LRSchedule) -> SequentialLR:
@@ -83,7 +83,11 @@ class LocalEngine:
         settings: OptimizerSettings | None = None,
     ) -> None:
         self.settings = settings or OptimizerSettings()
-        self.optimizer = build_optimizer(parameters, lr, self.settings)
+        self.optimizer = build_optimizer(_as_groups(parameters), lr, self.settings)
+        adamw = self.settings.kind == "adamw"
+        self.kind = None if adamw else type(self.optimizer).__name__
+        """Which optimizer's state :meth:`state_dict` gives; None: AdamW's."""
+        self._state_is_checked = adamw
         groups = self.optimizer.param_groups
         self.parameters: list[nn.Parameter] = [p for group in groups for p in group["params"]]
         self.lrs: list[float] = [group["lr"] for group in groups]
@@ -126,8 +130,15 @@ class LocalEngine:
         norm = float(nn.utils.clip_grad_norm_(self.parameters, max_grad_norm))
         if math.isfinite(norm):
             self.optimizer.step()
+            self._check_state()
         self.discard()
         return norm
+
+    def _check_state(self) -> None:
+        """Refuse after the first step, not at the first checkpoint, what none can hold."""
+        if not self._state_is_checked:
+            check_storable(self.optimizer.state_dict())
+            self._state_is_checked = True
 
     def _unscale_gradients(self) -> None:
         if self.loss_scale != 1.0:
@@ -156,7 +167,8 @@ class LocalEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, schedule position, and the learning rates that were last taken over."""
-        return {"optimizer": self.optimizer.state_dict(), **self._schedule_state()}
+        kind = {} if self.kind is None else {"kind": self.kind}
+        return {"optimizer": self.optimizer.state_dict(), **kind, **self._schedule_state()}
 
     def _schedule_state(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
@@ -214,6 +226,12 @@ class LocalEngine:
 
     def close(self) -> None:
         """Release the parameters; the engine must not be used afterwards."""
+
+
+def _as_groups(parameters: ParamsT) -> list[dict[str, Any]]:
+    """Parameter groups, also of parameters that are in none."""
+    given: list[Any] = list(parameters)
+    return given if given and isinstance(given[0], dict) else [{"params": given}]
 
 
 def _last_set_rates(state: Mapping[str, Any]) -> list[float]:
