@@ -125,12 +125,23 @@ def zero_variance_groups(
 
     Those with fewer than two members that count (``kept``, ``(N,)`` bool) are none of them.
     """
+    member = (torch.ones(len(rewards), dtype=torch.bool) if kept is None else kept).view(
+        -1, group_size
+    )
+    varying = varying_groups(rewards, group_size, kept)
+    return int((~varying & (member.sum(1) > 1).to(varying.device)).sum())
+
+
+def varying_groups(
+    rewards: torch.Tensor, group_size: int, kept: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``(P,)`` bool: groups with two returns that count (``kept``) and differ beyond rounding."""
     returns, magnitude = _returns(rewards)
     member = (torch.ones_like(returns, dtype=torch.bool) if kept is None else kept).view(
         -1, group_size
     )
     spread, largest = _spread(returns.view(-1, group_size), magnitude.view(-1, group_size), member)
-    return int((_equal(spread, largest) & (member.sum(1, keepdim=True) > 1)).sum())
+    return (~_equal(spread, largest) & (member.sum(1, keepdim=True) > 1)).squeeze(1)
 
 
 def comparable(kept: torch.Tensor, group_size: int) -> torch.Tensor:

@@ -91,26 +91,36 @@ def gather_statistics(experience: Experience, ranks: Ranks) -> Experience:
         return experience
     own = replace(experience, experiences=([], [], None), learn_arguments={}, samples=[])
     all_ranks: list[Experience] = ranks.gather(own)
+    return replace(
+        together(all_ranks),
+        experiences=experience.experiences,
+        learn_arguments=experience.learn_arguments,
+        samples=experience.samples,
+        generation_seconds=max(each.generation_seconds for each in all_ranks),
+        environment_seconds=max(each.environment_seconds for each in all_ranks),
+    )
+
+
+def together(parts: Sequence[Experience]) -> Experience:
+    """Rewards, counts and metrics of several experiences; all else is that of the first."""
     # One that kept nothing has measured nothing.
-    measured = [each for each in all_ranks if len(each.kept_rewards)]
+    measured = [each for each in parts if len(each.kept_rewards)]
     kept = sum(len(each.kept_rewards) for each in measured)
     metrics = {
         name: sum(each.metrics[name] * len(each.kept_rewards) / kept for each in measured)
         for name in (measured[0].metrics if measured else ())
     }
     return replace(
-        experience,
-        rewards=torch.cat([each.rewards for each in all_ranks]),
-        sample_mask=torch.cat([each.kept for each in all_ranks]),
-        failed_completions=sum(each.failed_completions for each in all_ranks),
-        steps=sum(each.steps for each in all_ranks),
-        generated_tokens=sum(each.generated_tokens for each in all_ranks),
-        generation_seconds=max(each.generation_seconds for each in all_ranks),
-        environment_seconds=max(each.environment_seconds for each in all_ranks),
+        parts[0],
+        rewards=torch.cat([each.rewards for each in parts]),
+        sample_mask=torch.cat([each.kept for each in parts]),
+        failed_completions=sum(each.failed_completions for each in parts),
+        steps=sum(each.steps for each in parts),
+        generated_tokens=sum(each.generated_tokens for each in parts),
         metrics=metrics,
         named_rewards={
-            name: torch.cat([each.named_rewards[name] for each in all_ranks])
-            for name in experience.named_rewards
+            name: torch.cat([each.named_rewards[name] for each in parts])
+            for name in parts[0].named_rewards
         },
     )
 

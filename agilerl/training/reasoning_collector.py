@@ -6,12 +6,20 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from agilerl.checks import missing_members, require, warn_once
+from agilerl.distributed import Ranks
 from agilerl.llm_envs.completion_checks import takes_action
+from agilerl.training.dynamic_sampling import (
+    DynamicSampling,
+    fill_up,
+    skip_flat_groups,
+    varying,
+)
 from agilerl.training.evaluation import EvaluationPlan, WatchedEnv
 from agilerl.training.experience import (
     Experience,
@@ -48,10 +56,19 @@ class ReasoningCollector:
     Args:
         env: The environment. Its next training batch is drawn at once. A resumed run recognises
             its data by ``env.fingerprint()``, or without that method by the prompts' lengths.
+        sampling: What becomes of groups whose rewards are all equal.
+        ranks: The processes that train together: all draw equally many batches.
     """
 
-    def __init__(self, env: SingleTurnEnv) -> None:
+    def __init__(
+        self,
+        env: SingleTurnEnv,
+        sampling: DynamicSampling | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.env = env
+        self.sampling = sampling or DynamicSampling()
+        self._ranks = ranks or Ranks()
         self._prompts = env.reset()
         self._data = _data_digest(env)
         self._takes_action = takes_action(env.step)
@@ -78,10 +95,10 @@ class ReasoningCollector:
         return bool(lacks_it) or cast(HeldOutEnv, self.env).has_test_rows
 
     def can_begin(self, count: int) -> bool:
-        """More than one where the environment knows its next batches."""
+        """More than one where the environment knows its next batches, and each agent draws one."""
         if count == 1:
             return True
-        if missing_members(self.env, LookaheadEnv):
+        if self.sampling.resamples or missing_members(self.env, LookaheadEnv):
             return False
         (prompts,) = cast(LookaheadEnv, self.env).upcoming(1)
         known = _same_prompts(prompts, self._prompts)
@@ -182,6 +199,12 @@ class ReasoningCollector:
             ],
         )
 
+    def further_prompts(self, drawn: Sequence[Experience]) -> Sequence[ReasoningPrompts]:
+        """The next batch, if a rank lacks groups with variance and may draw more; else none."""
+        found = sum(int(varying(each).sum()) for each in drawn)
+        lacks = found < len(drawn[0].rewards) and len(drawn) <= self.sampling.max_resamples
+        return self._prompts if any(self._ranks.gather(lacks)) else []
+
     def _failures(self, rewards: torch.Tensor) -> tuple[list[str | None], torch.Tensor]:
         """Why each of ``P·G`` completions failed, one after the other, and which are kept.
 
@@ -214,6 +237,7 @@ class ReasoningCollector:
         facts = {name: position[name] for name in _ORDER if name in position}
         facts["data_batch_size_per_gpu"] = getattr(self.env, "data_batch_size_per_gpu", None)
         # The lengths stand for the data of an environment that may hold this process's share only.
+        facts |= asdict(self.sampling)
         return facts | {name: self._data[name] for name in self._data if name != _LENGTHS}
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,21 +251,29 @@ class ReasoningCollector:
 
 
 class ReasoningRollout:
-    """One batch of prompts, each completed ``group_size`` times."""
+    """A batch of prompts, or several with resampling, each completed ``group_size`` times."""
 
     several_turns = False
 
     def __init__(self, collector: ReasoningCollector, prompts: Sequence[ReasoningPrompts]) -> None:
         self.prompts = self._asked = prompts
         self._collector = collector
+        self._drawn: list[Experience] = []
 
     def answer(self, result: ActionResult, seconds: float) -> None:
         """See :class:`agilerl.training.protocols.Rollout`."""
         self._result, self._seconds, self.prompts = result, seconds, []
+        if self._collector.sampling.resamples:
+            self._drawn.append(self._collector.score(self._asked, result, seconds))
+            self.prompts = self._asked = self._collector.further_prompts(self._drawn)
 
     def finish(self) -> Experience:
         """See :class:`agilerl.training.protocols.Rollout`."""
-        return self._collector.score(self._asked, self._result, self._seconds)
+        if self._drawn:
+            return fill_up(self._drawn)
+        experience = self._collector.score(self._asked, self._result, self._seconds)
+        skips = self._collector.sampling.zero_variance == "skip"
+        return skip_flat_groups(experience) if skips else experience
 
 
 def _same_prompts(some: Sequence[ReasoningPrompts], others: Sequence[ReasoningPrompts]) -> bool:

@@ -12,6 +12,7 @@ from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.failures import OnFailure
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
 from agilerl.training.callbacks import Callback
+from agilerl.training.dynamic_sampling import DynamicSampling, ZeroVariance
 from agilerl.training.environments import (
     check_evaluation_arguments,
     fitting_factory,
@@ -61,6 +62,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     evaluation_rows: int | None = None,
     evaluation_samples: int | None = None,
     callbacks: Sequence[Callback] | None = None,
+    zero_variance: ZeroVariance = "keep",
+    max_resamples: int = 3,
 ) -> list[AgentT]:
     """Finetune a population on single-turn tasks.
 
@@ -126,6 +129,13 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
             one greedy answer per row. See ``docs/training.md``.
         callbacks: Called while the run trains, in this order; they can end it. See
             :mod:`agilerl.training.callbacks`.
+        zero_variance: What becomes of prompts whose completions all got the same reward, which
+            teach nothing: ``"keep"``; ``"skip"`` leaves them out of ``learn``, also of its KL
+            penalty and of what its means divide by; ``"resample"`` draws further batches until as
+            many prompts as a batch has got two different rewards, and learns from these. Prompts
+            that were drawn for it count as steps and in epochs.
+        max_resamples: Further batches that an iteration may draw; prompts without two different
+            rewards fill what is lacking after them.
 
     Returns:
         ``pop``, trained.
@@ -149,10 +159,13 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     if options.tournament is not None:
         options.tournament.check_size(len(pop))
     require_trackers(tensorboard=tensorboard, wb=wb)
+    sampling = DynamicSampling(zero_variance, max_resamples)
     envs = single_turn_environments(env, env_fn, pop, ranks)
     # Agents that share an environment share its collector: the pending batch is one for all.
     distinct_envs = {id(made): made for made in envs}
-    collector_of = {key: ReasoningCollector(made) for key, made in distinct_envs.items()}
+    collector_of = {
+        key: ReasoningCollector(made, sampling, ranks) for key, made in distinct_envs.items()
+    }
     collectors = [collector_of[id(made)] for made in envs]
     total = options.total_prompts(
         collectors[0].training_prompts, agents_per_env=len(envs) // len(distinct_envs)

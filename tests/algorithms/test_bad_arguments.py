@@ -31,6 +31,7 @@ FLAGS = (
     "whiten_advantages",
     "filter_zero_adv",
     "reduce_memory_peak",
+    "mask_truncated_completions",
     "use_fused_linear_logprobs",
     "cast_logprobs_to_fp32",
     "activation_offload",

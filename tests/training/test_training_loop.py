@@ -60,6 +60,8 @@ def test_signature_is_the_contract() -> None:
         "evaluation_rows": None,
         "evaluation_samples": None,
         "callbacks": None,
+        "zero_variance": "keep",
+        "max_resamples": 3,
     }
     assert list(parameters)[:4] == ["pop", "env", "env_fn", "init_hp"]
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -175,12 +175,18 @@ class FakeAgent:
         return ActionResult(ids, masks, sampling_logps=[torch.zeros(2)] * sum(map(len, ids)))
 
     def learn(
-        self, experiences: Any, turn_ids: Any = None, sampling_logps: Any = None
+        self,
+        experiences: Any,
+        turn_ids: Any = None,
+        sampling_logps: Any = None,
+        *,
+        sample_mask: Any = None,
     ) -> dict[str, float]:
         completion_ids, action_masks, rewards = experiences
         assert len(completion_ids) == len(action_masks) == len(rewards)
         self.on_learn(self)
-        self.learned.append({"rewards": rewards, "sampling_logps": sampling_logps})
+        given = {"sampling_logps": sampling_logps, "sample_mask": sample_mask}
+        self.learned.append({"completion_ids": completion_ids, "rewards": rewards, **given})
         return {"mean_loss": 0.5, "mean_kl": 0.25 * len(self.learned)}
 
     def test(self, env: FakeGym) -> np.ndarray:

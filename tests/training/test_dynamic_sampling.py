@@ -1,0 +1,144 @@
+"""Groups without two different rewards, which are kept, left out or replaced; counted by hand."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_fakes import FakeAgent, FakeGym
+
+from agilerl.training.dynamic_sampling import DynamicSampling, fill_up
+from agilerl.training.experience import Experience
+from agilerl.training.train_llm import finetune_llm_reasoning
+
+
+def easy(*rows: int) -> Callable[[str, str], float]:
+    """Any completion of these rows is right."""
+    return lambda completion, answer: float(completion == answer or int(answer) - 10 in rows)
+
+
+def train(agent: FakeAgent, env: FakeGym, path: Path, **options: Any) -> list[dict[str, str]]:
+    settings: dict[str, Any] = {"checkpoint_path": path, "verbose": False}
+    finetune_llm_reasoning([agent], env, **(settings | options))
+    with (path / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))[1:]  # the first is the evaluation before training
+
+
+def learned_prompts(agent: FakeAgent, call: int) -> list[int]:
+    return [int(ids[0, 0]) - 100 for ids in agent.learned[call]["completion_ids"]]
+
+
+def test_flat_groups_are_kept_unless_asked_otherwise(tmp_path: Path) -> None:
+    agent = FakeAgent()
+    (row,) = train(agent, FakeGym(reward=easy(1)), tmp_path, max_steps=2)
+    assert agent.learned[0].get("sample_mask") is None
+    assert learned_prompts(agent, 0) == [0, 1]
+    assert "zero_variance_share" not in row
+
+
+def test_skipped_groups_are_not_learned_from_and_still_counted(tmp_path: Path) -> None:
+    agent = FakeAgent()
+    (row,) = train(agent, FakeGym(reward=easy(1)), tmp_path, max_steps=2, zero_variance="skip")
+    assert agent.learned[0]["sample_mask"].tolist() == [[True, True], [False, False]]
+    assert float(row["zero_variance_share"]) == 0.5
+    assert float(row["reward_mean"]) == 0.75, "of all that was drawn"
+
+
+def test_other_prompts_take_the_places_of_flat_groups(tmp_path: Path) -> None:
+    # Batches [0, 1], [2, 3], [4, 5] of which 0, 2 and 3 are flat.
+    agent, env = FakeAgent(), FakeGym(rows=6, reward=easy(0, 2, 3))
+    (row,) = train(agent, env, tmp_path, max_steps=5, zero_variance="resample")
+    assert learned_prompts(agent, 0) == [1, 4]
+    assert agent.learned[0]["rewards"].tolist() == [[1, 0], [1, 0]]
+    assert len(agent.learned[0]["sampling_logps"]) == 4
+    assert (row["steps"], row["resamples"]) == ("6", "2.0")
+    assert float(row["zero_variance_share"]) == 0.5
+    assert float(row["reward_mean"]) == 0.75
+    assert env.seen == [[0, 1], [2, 3], [4, 5], [0, 1]], "5 is not drawn twice, nor left out"
+    assert env.num_epochs == 1
+
+
+def test_after_the_bound_flat_groups_fill_the_batch(tmp_path: Path) -> None:
+    agent, env = FakeAgent(), FakeGym(rows=8, reward=easy(*range(7)))
+    options: dict[str, Any] = {"zero_variance": "resample", "max_resamples": 2}
+    train(agent, env, tmp_path, max_steps=1, **options)
+    assert env.seen[:-1] == [[0, 1], [2, 3], [4, 5]]
+    assert learned_prompts(agent, 0) == [0, 1]
+    train(agent, env, tmp_path / "next", max_steps=1, **options)
+    assert learned_prompts(agent, 1) == [6, 7], "one of each kind"
+
+
+def test_agents_that_share_an_environment_draw_in_turn(tmp_path: Path) -> None:
+    agents, env = [FakeAgent(0), FakeAgent(1)], FakeGym(rows=8, reward=easy(0, 5))
+    finetune_llm_reasoning(
+        agents,
+        env,
+        max_steps=2,
+        zero_variance="resample",
+        checkpoint_path=tmp_path,
+        verbose=False,
+    )
+    assert learned_prompts(agents[0], 0) == [1, 2]
+    assert learned_prompts(agents[1], 0) == [4, 6]
+
+
+def experience(rewards: list[list[float]], **changes: Any) -> Experience:
+    count = len(rewards)
+    settings: dict[str, Any] = {
+        "experiences": ([torch.zeros(2, 3)] * count, [torch.zeros(2, 2)] * count, None),
+        "rewards": torch.tensor(rewards),
+        "steps": count,
+        "generated_tokens": 4 * count,
+        "generation_seconds": 1.0,
+        "environment_seconds": 0.5,
+        "learn_arguments": {"sampling_logps": None},
+    }
+    settings |= changes
+    ids, masks, _ = settings["experiences"]
+    settings["experiences"] = (ids, masks, settings["rewards"])
+    return Experience(**settings)
+
+
+def test_what_belongs_to_a_group_goes_with_it() -> None:
+    first = experience(
+        [[1.0, 1.0], [0.0, 1.0]],
+        learn_arguments={
+            "sampling_logps": None,
+            "truncated": torch.tensor([[True, False], [False, True]]),
+        },
+    )
+    second = experience(
+        [[0.0, 1.0], [3.0, 2.0], [0.0, 5.0]],
+        sample_mask=torch.tensor([[True, False], [True, True], [True, True]]),
+        learn_arguments={
+            "sampling_logps": [torch.tensor([float(n)]) for n in range(6)],
+            "truncated": torch.tensor([[False, False], [True, True], [False, False]]),
+        },
+    )
+    filled = fill_up([first, second])
+    assert filled.experiences[2].tolist() == [[0.0, 1.0], [3.0, 2.0]]
+    logps = filled.learn_arguments["sampling_logps"]
+    assert [None if row is None else row.item() for row in logps] == [None, None, 2.0, 3.0]
+    assert filled.learn_arguments["truncated"].tolist() == [[False, True], [True, True]]
+    assert "sample_mask" not in filled.learn_arguments
+    assert (filled.steps, filled.generated_tokens, filled.generation_seconds) == (5, 20, 2.0)
+    assert len(filled.kept_rewards) == 9
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"zero_variance": "drop"}, ValueError, "zero_variance is 'drop'.*'resample'"),
+        ({"max_resamples": 0}, ValueError, "max_resamples is 0"),
+        ({"max_resamples": 1.5}, TypeError, "max_resamples is 1.5"),
+    ],
+)
+def test_bad_values(given: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        DynamicSampling(**given)
+    with pytest.raises(error, match=says):
+        finetune_llm_reasoning([FakeAgent()], FakeGym(), max_steps=1, **given)
