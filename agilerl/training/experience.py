@@ -31,6 +31,8 @@ class Sample:
     """Each of several rewards, None where it does not apply or failed."""
     failure: str | None = None
     """Why it could not be scored, or played."""
+    truncated: bool = False
+    """Whether it was cut off."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,15 @@ class Experience:
     failed_completions: int = 0
     """How many failed, those with a reward for it included."""
     samples: list[Sample] = field(default_factory=list)
-    """A few completions to read."""
+    """All completions of this process to read, group by group."""
+
+    @property
+    def few_samples(self) -> list[Sample]:
+        """Those for ``completions.jsonl``."""
+        if not self.samples:
+            return []
+        failures = [sample.failure for sample in self.samples]
+        return [self.samples[i] for i in samples_to_show(failures, self.rewards.shape[1])]
 
     @property
     def kept(self) -> torch.Tensor:

@@ -270,7 +270,8 @@ class TrainingLoop:
         if len(rewards):
             agent.scores.append(float(rewards.mean()))
         self._warn_of_flat_rewards(member, experience)
-        self.log.write_samples(self.iteration, agent.index, experience.samples)
+        self.log.write_samples(self.iteration, agent.index, experience.few_samples)
+        self.log.show_training(agent, self.iteration, experience)
         return {
             **self._row(member),
             **reward_statistics(rewards, self.options.accuracy_threshold),
@@ -312,7 +313,9 @@ class TrainingLoop:
         started = time.perf_counter()
         options = self.options
         plan = EvaluationPlan(check, options.evaluation_rows, options.evaluation_samples)
-        answers = evaluated(*member.collector.evaluate(member.agent, plan), self.ranks)
+        rewards, own = member.collector.evaluate(member.agent, plan)
+        self.log.show_evaluation(member.agent, self.iteration, own)
+        answers = evaluated(rewards, own, self.ranks)
         now = time.perf_counter()
         return {
             "evaluation_seconds": now - started,

@@ -12,7 +12,6 @@ from agilerl.training.evaluation import EvaluationPlan, WatchedEnv
 from agilerl.training.experience import (
     Experience,
     Sample,
-    samples_to_show,
     truncation_statistics,
 )
 from agilerl.training.protocols import Agent
@@ -152,7 +151,7 @@ class EpisodeRollout:
             metrics=_episode_metrics(episodes),
             sample_mask=episodes.sample_mask.reshape(-1, self._group),
             failed_completions=int(episodes.failed.sum()),
-            samples=_samples(episodes, self._group),
+            samples=_samples(episodes),
         )
 
 
@@ -167,7 +166,7 @@ def _episode_metrics(episodes: Episodes) -> dict[str, float]:
     }
 
 
-def _samples(episodes: Episodes, group_size: int) -> list[Sample]:
+def _samples(episodes: Episodes) -> list[Sample]:
     return [
         Sample(
             question=episodes.first_prompts[i],
@@ -175,6 +174,7 @@ def _samples(episodes: Episodes, group_size: int) -> list[Sample]:
             answer=None,
             reward=float(episodes.returns[i]) if episodes.sample_mask[i] else None,
             failure=episodes.failures[i],
+            truncated=bool(episodes.truncated[i]),
         )
-        for i in samples_to_show(episodes.failures, group_size)
+        for i in range(len(episodes.failures))
     ]

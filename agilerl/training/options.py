@@ -22,6 +22,7 @@ from agilerl.checks import (
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.selection import Selection
 from agilerl.training.callbacks.protocol import Callback
+from agilerl.training.trackers.protocol import Tracker
 
 _RULES: dict[str, Callable[[str, Any], None]] = {
     "max_steps": OPTIONAL_COUNT,
@@ -39,6 +40,9 @@ _RULES: dict[str, Callable[[str, Any], None]] = {
     "max_reward": Number(-math.inf, optional=True),
     "init_hp": InstanceOf(Mapping, "a dict"),
     "verbose": FLAG,
+    "completions_interval": OPTIONAL_COUNT,
+    "completions_shown": Number(2, integer=True),
+    "trackers": InstanceOf((list, tuple), "a list of trackers"),
     "tensorboard": FLAG,
     "wb": FLAG,
     "wandb_kwargs": InstanceOf(Mapping, "a dict"),
@@ -91,6 +95,9 @@ class TrainingOptions:
     mutation: Mutation | None = None
     evo_steps: int | None = None
     callbacks: Sequence[Callback] | None = None
+    completions_interval: int | None = None
+    completions_shown: int = 4
+    trackers: Sequence[Tracker] | None = None
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -184,6 +191,15 @@ class TrainingOptions:
             "one such as agilerl.hpo.Mutations",
             TypeError,
         )
+        for number, tracker in enumerate(self.trackers or ()):
+            lacking = missing_members(tracker, Tracker)
+            require(
+                not lacking,
+                f"trackers[{number}] is a {type(tracker).__name__}, which lacks "
+                f"{', '.join(lacking)}; pass objects such as "
+                "agilerl.training.trackers.MLflowTracker()",
+                TypeError,
+            )
         require(
             self.checkpoint_steps is None or self.checkpoint_path is not None,
             f"checkpoint_steps={self.checkpoint_steps} needs checkpoint_path, the directory that "

@@ -24,7 +24,6 @@ from agilerl.training.evaluation import EvaluationPlan, WatchedEnv
 from agilerl.training.experience import (
     Experience,
     Sample,
-    samples_to_show,
     truncation_statistics,
 )
 from agilerl.training.protocols import (
@@ -192,10 +191,11 @@ class ReasoningCollector:
                     answer=answers[p],
                     reward=float(rewards[p, g]) if sample_mask[p, g] else None,
                     rewards={name: _or_none(each[p, g]) for name, each in named.items()},
-                    failure=failures[place],
+                    failure=failures[p * rewards.shape[1] + g],
+                    truncated=truncated is not None and bool(truncated[p, g]),
                 )
-                for place in samples_to_show(failures, rewards.shape[1])
-                for p, g in [divmod(place, rewards.shape[1])]
+                for p in range(rewards.shape[0])
+                for g in range(rewards.shape[1])
             ],
         )
 

@@ -201,7 +201,7 @@ def _config(
     noted = [
         field.name
         for field in dataclasses.fields(options)
-        if field.name not in ("init_hp", "wandb_kwargs", "wandb_api_key")
+        if field.name not in ("init_hp", "wandb_kwargs", "wandb_api_key", "trackers")
     ]
     config = {
         "run": name,

@@ -18,7 +18,6 @@ from agilerl.training.environments import (
     fitting_factory,
     single_turn_environments,
 )
-from agilerl.training.logs.sinks import require_trackers
 from agilerl.training.multiturn_collector import MultiTurnCollector
 from agilerl.training.options import TrainingOptions, options_among
 from agilerl.training.population import Population, check_agents
@@ -26,6 +25,7 @@ from agilerl.training.protocols import Agent, SingleTurnEnv
 from agilerl.training.rank_consistency import per_process, training_ranks
 from agilerl.training.reasoning_collector import ReasoningCollector
 from agilerl.training.run import run_training
+from agilerl.training.trackers.protocol import Tracker, require_trackers
 from agilerl.typing import MultiTurnEnv
 
 AgentT = TypeVar("AgentT", bound=Agent)
@@ -64,6 +64,9 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     callbacks: Sequence[Callback] | None = None,
     zero_variance: ZeroVariance = "keep",
     max_resamples: int = 3,
+    completions_interval: int | None = None,
+    completions_shown: int = 4,
+    trackers: Sequence[Tracker] | None = None,
 ) -> list[AgentT]:
     """Finetune a population on single-turn tasks.
 
@@ -136,6 +139,12 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
             that were drawn for it count as steps and in epochs.
         max_resamples: Further batches that an iteration may draw; prompts without two different
             rewards fill what is lacking after them.
+        completions_interval: Print a table of completions every ``completions_interval``
+            iterations, the best and the worst of groups, and one of answers after every evaluation,
+            with ``verbose=False`` too; trackers get the same tables. None: none.
+        completions_shown: Rows of such a table.
+        trackers: Further trackers, such as ``agilerl.training.trackers.MLflowTracker()``. One that
+            fails is named in the log and gets nothing more; the run goes on.
 
     Returns:
         ``pop``, trained.
@@ -208,6 +217,9 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     exit_code_on_sigterm: int = 143,
     evaluation_samples: int | None = None,
     callbacks: Sequence[Callback] | None = None,
+    completions_interval: int | None = None,
+    completions_shown: int = 4,
+    trackers: Sequence[Tracker] | None = None,
     groups_per_iteration: int = 8,
     train_seeds: int = 1024,
     evaluation_episodes: int = 64,
@@ -265,6 +277,10 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         evaluation_samples: Play every evaluation seed so often, with actions sampled as in
             training, as in :func:`finetune_llm_reasoning`; None: once, greedily.
         callbacks: As in :func:`finetune_llm_reasoning`.
+        completions_interval: As in :func:`finetune_llm_reasoning`; an episode is shown as its
+            transcript.
+        completions_shown: As in :func:`finetune_llm_reasoning`.
+        trackers: As in :func:`finetune_llm_reasoning`.
         groups_per_iteration: Training seeds played per iteration, over all processes.
         train_seeds: The training seeds are ``0 .. train_seeds - 1``.
         evaluation_episodes: Episodes of an evaluation.

@@ -13,7 +13,8 @@ from resume_helpers import After, files_up_to, make_agents, rows_of, run_reasoni
 from agilerl.training.experience import Sample
 from agilerl.training.logs.files import CompletionsFile, LineageFile, MetricsCsv
 from agilerl.training.logs.resumed_files import take_over_logs
-from agilerl.training.logs.sinks import TensorBoardSink
+from agilerl.training.trackers.protocol import TrackedRun
+from agilerl.training.trackers.tensorboard import TensorBoardTracker
 
 STATE: dict[str, Any] = {
     "iteration": 2,
@@ -140,7 +141,8 @@ def test_tensorboard_goes_on_once_there_is_room_again(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     values = {f"agent_0/m{i}": float(i) for i in range(25)}
-    sink = TensorBoardSink(tmp_path)
+    sink = TensorBoardTracker(tmp_path)
+    sink.start(TrackedRun("run", tmp_path, {}))
     sink.write(1, values)
     (file,) = tmp_path.iterdir()
     with files_up_to(file.stat().st_size + 100):
@@ -166,7 +168,7 @@ run_reasoning(Path("run"), pop=make_agents(1), resume_from="run", **run)
     result = python(code, WANDB_MODE="offline", HOME=str(tmp_path / "home"))
     assert result.returncode == 0, result.stderr
     saved = json.loads((tmp_path / "run/iteration_00000002/run_state.json").read_text())
-    noted = saved["log"]["wandb_run_id"]
+    noted = saved["log"]["trackers"]["wandb"]
     data = list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(data) == 2
     assert {file.stem for file in data} == {f"run-{noted}"}

@@ -198,6 +198,8 @@ class CompletionsFile(_LineLog[str]):
                 record["rewards"] = sample.rewards
             if sample.failure is not None:
                 record["failure"] = sample.failure
+            if sample.truncated:
+                record["truncated"] = True
             self._waiting.append(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         self._write_waiting()
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from agilerl.training.experience import Sample
+from agilerl.training.experience import Experience, Sample
+from agilerl.training.logs.completion_tables import (
+    evaluation_table,
+    print_table,
+    training_table,
+)
 from agilerl.training.logs.files import (
     COMPLETIONS_FILE,
     EVALUATION_COLUMNS,
@@ -20,27 +25,22 @@ from agilerl.training.logs.files import (
 )
 from agilerl.training.logs.generation_table import generation_table
 from agilerl.training.logs.progress_bar import ProgressBar
-from agilerl.training.logs.sinks import (
-    TensorBoardSink,
-    WandbSink,
+from agilerl.training.options import TrainingOptions
+from agilerl.training.population import Best
+from agilerl.training.protocols import Agent, Row
+from agilerl.training.trackers.protocol import (
+    CompletionTable,
+    TrackedRun,
+    Tracker,
+    TrackerWaits,
     series_of_agent,
     series_of_best,
 )
-from agilerl.training.options import TrainingOptions
-from agilerl.training.population import Best
-from agilerl.training.protocols import Row
+from agilerl.training.trackers.tensorboard import TensorBoardTracker
+from agilerl.training.trackers.wandb import WandbTracker
+from agilerl.typing import Evaluation
 
 logger = logging.getLogger(__name__)
-
-
-class Tracker(Protocol):
-    """Shows series of values over iterations."""
-
-    def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Take values by name of the series, so that they outlive a kill right after."""
-
-    def close(self, failed: bool) -> None:
-        """End; ``failed`` says that the run crashed."""
 
 
 class RunLog:
@@ -74,26 +74,14 @@ class RunLog:
         self._metrics = MetricsCsv(directory / METRICS_FILE, columns)
         self._completions = CompletionsFile(directory / COMPLETIONS_FILE)
         self._lineage = LineageFile(directory / LINEAGE_FILE)
-        self._trackers: list[Tracker] = []
-        self._wandb: WandbSink | None = None
         self._failing: set[object] = set()
-        if options.tensorboard:
-            parent = options.tensorboard_log_dir
-            log_dir = directory / "tensorboard" if parent is None else Path(parent) / name
-            # The iterations that are repeated replace those after the checkpoint.
-            self._trackers.append(
-                TensorBoardSink(log_dir, None if resumed is None else resumed["iteration"] + 1)
-            )
-        if options.wb:
-            self._wandb = WandbSink(
-                name,
-                directory,
-                config,
-                options.wandb_kwargs,
-                options.wandb_api_key,
-                run_id=None if resumed is None else resumed["log"]["wandb_run_id"],
-            )
-            self._trackers.append(self._wandb)
+        self._options = options
+        self._trackers = _trackers(options, directory, name)
+        noted = {} if resumed is None else resumed["log"].get("trackers", {})
+        for key, tracker in self._trackers.items():
+            after = None if resumed is None else resumed["iteration"]
+            tracker.start(TrackedRun(name, directory, config, after, noted.get(key)))
+        self._run_ids = {key: tracker.run_id for key, tracker in self._trackers.items()}
         done = 0
         if resumed is not None:
             done = max(agent["steps_of_run"] for agent in resumed["agents"])
@@ -110,14 +98,34 @@ class RunLog:
         """
         for row in rows:
             self._try(self._metrics, self._metrics.write, row)
-            self._track(row, series_of_agent(row))
+            self._track("write", int(row["iteration"]), series_of_agent(row))
         if best is not None and any("fitness" in row for row in rows):
-            self._track(rows[0], series_of_best(best))
+            self._track("write", int(rows[0]["iteration"]), series_of_best(best))
         self._bar.update(consumed, rows)
 
     def write_samples(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
         """Append sample completions to ``completions.jsonl``."""
         self._try(self._completions, self._completions.write, iteration, agent, samples)
+
+    def show_training(self, agent: Agent, iteration: int, experience: Experience) -> None:
+        """Print and track a table of the completions of a training batch, if one is due."""
+        every = self._options.completions_interval
+        if every is not None and iteration % every == 0:
+            samples, group_size = experience.samples, experience.rewards.shape[1]
+            shown = self._options.completions_shown
+            self._show(
+                iteration,
+                training_table(
+                    f"{agent.algo} agent {agent.index}",
+                    *(agent.index, iteration, samples, group_size, shown),
+                ),
+            )
+
+    def show_evaluation(self, agent: Agent, iteration: int, evaluation: Evaluation) -> None:
+        """Print and track a table of the answers of an evaluation, if tables are asked for."""
+        if self._options.completions_interval is not None:
+            name, shown = f"{agent.algo} agent {agent.index}", self._options.completions_shown
+            self._show(iteration, evaluation_table(name, agent.index, iteration, evaluation, shown))
 
     def write_lineage(self, generations: Sequence[Mapping[str, Any]]) -> None:
         """Write who descends from whom; see :class:`LineageFile`."""
@@ -138,7 +146,7 @@ class RunLog:
         return {
             "metrics_rows": self._metrics.rows,
             "samples": self._completions.lines,
-            "wandb_run_id": None if self._wandb is None else self._wandb.run_id,
+            "trackers": self._run_ids,
         }
 
     def say(self, message: str) -> None:
@@ -151,20 +159,36 @@ class RunLog:
         self._try(self._completions, self._completions.close)
         self._try(self._lineage, self._lineage.sync)
         self._try(self._metrics, self._metrics.close)
-        for tracker in self._trackers:
-            self._try(tracker, tracker.close, failed)
+        self._track("close", failed)
         if self._failing:
             logger.error("The run has ended, and metrics or samples that waited for room are lost")
 
-    def _track(self, row: Row, values: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            self._try(tracker, tracker.write, int(row["iteration"]), values)
+    def _show(self, iteration: int, table: CompletionTable) -> None:
+        if table.rows:
+            print_table(table, self.say)
+            self._track("write_completions", iteration, table)
+
+    def _track(self, method: str, *arguments: Any) -> None:
+        """Call a method of every tracker; those that fail are named and dropped."""
+        for key, tracker in list(self._trackers.items()):
+            try:
+                self._try(tracker, getattr(tracker, method), *arguments)
+            except Exception as error:  # noqa: BLE001 - a tracker must not cost the run
+                del self._trackers[key]
+                self._failing.discard(tracker)
+                logger.error(
+                    "%s has failed in %s() and gets nothing more of this run, which goes on: "
+                    "%s: %s",
+                    *(type(tracker).__name__, method, type(error).__name__, error),
+                )
 
     def _try(self, target: object, write: Callable[..., None], *arguments: Any) -> None:
         """Call a method of ``target`` that may find no room, and say so once until it does."""
         try:
             write(*arguments)
         except OSError as error:
+            if target in self._trackers.values() and not isinstance(error, TrackerWaits):
+                raise
             if target not in self._failing:
                 logger.error(
                     "Metrics or samples cannot be written: %r. Training continues, and they are "
@@ -174,6 +198,19 @@ class RunLog:
             self._failing.add(target)
         else:
             self._failing.discard(target)
+
+
+def _trackers(options: TrainingOptions, directory: Path, name: str) -> dict[str, Tracker]:
+    """Those of a run, by a key that stays the same when it is resumed."""
+    trackers: dict[str, Tracker] = {}
+    if options.tensorboard:
+        parent = options.tensorboard_log_dir
+        log_dir = directory / "tensorboard" if parent is None else Path(parent) / name
+        trackers["tensorboard"] = TensorBoardTracker(log_dir)
+    if options.wb:
+        trackers["wandb"] = WandbTracker(options.wandb_kwargs, options.wandb_api_key)
+    given = {f"{type(each).__name__} {i}": each for i, each in enumerate(options.trackers or ())}
+    return trackers | given
 
 
 class NoLog(RunLog):
@@ -186,6 +223,12 @@ class NoLog(RunLog):
         """Do nothing."""
 
     def write_samples(self, iteration: int, agent: int, samples: Iterable[Sample]) -> None:
+        """Do nothing."""
+
+    def show_training(self, agent: Agent, iteration: int, experience: Experience) -> None:
+        """Do nothing."""
+
+    def show_evaluation(self, agent: Agent, iteration: int, evaluation: Evaluation) -> None:
         """Do nothing."""
 
     def write_lineage(self, generations: Sequence[Mapping[str, Any]]) -> None:
