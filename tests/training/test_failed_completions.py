@@ -205,6 +205,7 @@ def test_an_environment_that_scores_by_itself_has_samples() -> None:
     template = [{"role": "user", "content": "{question}"}]
     env = ScoresByItself(*data, TOKENIZER, length, template, data_batch_size_per_gpu=2)
     experience = ReasoningCollector(env).collect(MaskedAgent())
-    assert [sample.completion for sample in experience.samples] == ["x", "x"]
+    assert [sample.completion for sample in experience.few_samples] == ["x", "x"]
+    assert len(experience.samples) == 4
     assert experience.failed_completions == 0
     assert experience.kept.tolist() == [[True, True]] * 2

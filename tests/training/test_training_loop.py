@@ -62,6 +62,9 @@ def test_signature_is_the_contract() -> None:
         "callbacks": None,
         "zero_variance": "keep",
         "max_resamples": 3,
+        "completions_interval": None,
+        "completions_shown": 4,
+        "trackers": None,
     }
     assert list(parameters)[:4] == ["pop", "env", "env_fn", "init_hp"]
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
