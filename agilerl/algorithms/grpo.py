@@ -159,9 +159,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             sequences times ``max_output_tokens``), ``"sum"`` or ``"prompt"`` (the mean over prompts
             of the mean over all tokens of their completions); None: token for cispo, else sequence.
         entropy_coef: Weight of the entropy bonus.
-        top_entropy_quantile: Only the tokens with most entropy are trained, all but this share of a
-            mini-batch; None: all. KL and entropy bonus are of all tokens. Takes a forward over the
-            first mini-batch more.
+        top_entropy_quantile: Share of the tokens of a mini-batch that are not trained, those with
+            least entropy: 0.8 keeps a fifth (0.2 in TRL); None: all are trained. KL and entropy
+            bonus are of all tokens. Takes a forward over the first mini-batch more.
         stop_sequences: Texts that end a completion, such as ``["</answer>"]``, or one; the token
             that completes a text is the completion's last. Only generated text is searched, with
             special tokens as their text, from token ``min_output_tokens + 1`` on. The model's

@@ -200,3 +200,27 @@ def test_a_ratio_against_the_sampler_is_off_one_from_the_start(policy: Policy) -
     assert other["ratio_mean"] == pytest.approx(torch.tensor(0.5).exp().item())
     assert other["clip_fraction"] == 1.0
     assert not any(name.startswith("importance_weight") for name in other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "there"),
+    [
+        ({}, set()),
+        ({"entropy_coef": 0.1}, {"entropy"}),
+        ({"top_entropy_quantile": 0.5}, {"top_entropy_mask"}),
+        ({"reduction": "prompt"}, {"group_ids", "sequence_weights"}),
+    ],
+)
+def test_what_is_off_has_no_tensor(
+    policy: Policy, changes: dict[str, Any], there: set[str]
+) -> None:
+    optional = {"entropy", "top_entropy_mask", "group_ids", "sequence_weights"}
+    loss, seen = objective(**changes), set()
+
+    class Noting(Objective):
+        def __call__(self, logp: torch.Tensor, batch: Any, weights: torch.Tensor) -> Any:
+            seen.update(name for name in optional if getattr(batch, name) is not None)
+            return super().__call__(logp, batch, weights)
+
+    Run(update=UpdateConfig(4, 3, 2, 1e9))(policy, Noting(**vars(loss)))
+    assert seen == there
