@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -12,7 +11,7 @@ from typing import Any
 
 from agilerl.checks import InstanceOf, require, shorten
 from agilerl.llm_envs.episode import Episode
-from agilerl.llm_envs.episode_failures import failed_episodes
+from agilerl.llm_envs.episode_failures import BatchFailures, FailureBound, failed_episodes
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
 from agilerl.typing import MultiTurnEnv
@@ -61,7 +60,7 @@ class EnvironmentPool:
         return [i for i, env in enumerate(self._envs) if env is not None]
 
     def begin(
-        self, seeds: Sequence[int], workers: int, retries: int, limit: float
+        self, seeds: Sequence[int], workers: int, retries: int, failures: BatchFailures
     ) -> list[Episode]:
         """Reset an environment for each of these seeds.
 
@@ -69,7 +68,8 @@ class EnvironmentPool:
             seeds: Of the episodes.
             workers: Environments that reset at the same time.
             retries: How often those that failed are tried again, in new environments.
-            limit: How many may fail in the end before the rest is cancelled.
+            failures: How many may fail in the end, and how many run out of time before that, until
+                the rest is cancelled.
 
         Returns:
             A batch of episodes, some of which may have failed.
@@ -81,28 +81,28 @@ class EnvironmentPool:
         episodes = [Episode(seed) for seed in seeds]
         waiting = list(range(len(seeds)))
         for left in range(retries, -1, -1):
-            bound = math.inf if left else limit
+            bound = failures.retry_bound if left else failures.bound
             not_made = self.make(waiting, bound)
             for i in waiting:
                 episodes[i].env = self._envs[i]
             for i, outcome in not_made.items():
                 episodes[i].take(outcome, Episode.start)
             resets = {i: episodes[i].reset() for i in waiting if episodes[i].env is not None}
-            self.call(episodes, resets, Episode.start, workers, limit=bound)
+            self.call(episodes, resets, Episode.start, bound, workers)
             waiting = failed_episodes(episodes)
-            if not waiting or not left:
+            if not waiting or not left or bound.exceeded(episodes):
                 break
             self.drop(waiting)
             for i in waiting:
                 episodes[i] = Episode(seeds[i])
         return episodes
 
-    def make(self, indices: Sequence[int], limit: float) -> dict[int, CallOutcome]:
+    def make(self, indices: Sequence[int], bound: FailureBound) -> dict[int, CallOutcome]:
         """Make those of these environments that are missing.
 
         Args:
             indices: Of environments.
-            limit: Once more than this could not be made, no more are made.
+            bound: Once it is exceeded by those that could not be made, no more are made.
 
         Returns:
             The outcome of each that could not be made, by index.
@@ -123,7 +123,7 @@ class EnvironmentPool:
                         made.append(outcome.value)
                         continue
                     failed[missing[outcome.index]] = outcome
-                    if len(failed) > limit:
+                    if bound.exceeded(failed.values()):
                         break
             self._check(made)
         except BaseException:
@@ -136,9 +136,8 @@ class EnvironmentPool:
         episodes: Sequence[Episode],
         calls: Mapping[int, Callable[[], Any]],
         method: Callable[[Episode, Any], None],
+        bound: FailureBound,
         workers: int | None = None,
-        *,
-        limit: float,
     ) -> None:
         """Call environments of a batch, each once, until too many of its episodes failed.
 
@@ -149,10 +148,10 @@ class EnvironmentPool:
             episodes: The batch.
             calls: What to call, by the index of the episode.
             method: Takes what a call returned: ``Episode.start``, ``advance`` or ``finish``.
+            bound: Once it is exceeded in the batch, the rest is cancelled.
             workers: Calls at the same time; None: the executor's.
-            limit: How many of the batch may fail before the rest is cancelled.
         """
-        if len(failed_episodes(episodes)) > limit:
+        if bound.exceeded(episodes):
             return
         indices, unfinished = list(calls), set[int]()
         outcomes = self._executor.as_completed(
@@ -163,7 +162,7 @@ class EnvironmentPool:
                 for outcome in outcomes:
                     episode = episodes[indices[outcome.index]]
                     episode.take(outcome, method)
-                    if episode.error is not None and len(failed_episodes(episodes)) > limit:
+                    if episode.error is not None and bound.exceeded(episodes):
                         return
         finally:
             for number in unfinished:

@@ -1,19 +1,34 @@
-"""Failures among the episodes of a batch: counted, bounded and told."""
+"""Failures among the episodes of a batch: counted, bounded and logged."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from agilerl.llm_envs.episode import Episode
 from agilerl.llm_envs.failures import FailurePolicy, reason
+from agilerl.llm_envs.timeouts import CallOutcome
 
 logger = logging.getLogger(__name__)
 
 
 class EnvironmentFailure(RuntimeError):
     """More episodes failed than may; ``__cause__`` is the first error."""
+
+
+@dataclass(frozen=True)
+class FailureBound:
+    """How many may fail before the rest is cancelled."""
+
+    most: float
+    timeouts_only: bool = False
+    """Only those that ran out of time count."""
+
+    def exceeded(self, attempts: Iterable[Episode | CallOutcome]) -> bool:
+        """Whether more than that failed."""
+        failed = [each for each in attempts if each.error is not None]
+        return sum(each.timed_out or not self.timeouts_only for each in failed) > self.most
 
 
 @dataclass
@@ -30,9 +45,19 @@ class BatchFailures:
     """Episodes in play whose failures are counted."""
 
     @property
-    def limit(self) -> float:
+    def bound(self) -> FailureBound:
         """How many of the episodes in play may fail."""
-        return self.policy.limit(self.total) - self.failed_before
+        return FailureBound(self.policy.limit(self.total) - self.failed_before)
+
+    @property
+    def retry_bound(self) -> FailureBound:
+        """How many may run out of time while all that fail are tried again.
+
+        Those that fail at once cost no time. One may, or ``on_failure="raise"`` would allow no
+        retry.
+        """
+        share = self.policy.max_failure_share * self.total - self.failed_before
+        return FailureBound(max(share, 1.0), timeouts_only=True)
 
     def count(self, episodes: Sequence[Episode]) -> tuple[int, int]:
         """Episodes that failed since the last count, and how many of them ran out of time."""
@@ -54,7 +79,7 @@ class BatchFailures:
                 "  Fix the environment, or raise step_timeout if it is slow."
             ) from error
 
-    def tell(self, episodes: Sequence[Episode]) -> None:
+    def log(self, episodes: Sequence[Episode]) -> None:
         """Log the failures of a training batch that is over."""
         failed = len(failed_episodes(episodes))
         if failed and self.training:

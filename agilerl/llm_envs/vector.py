@@ -16,7 +16,7 @@ from agilerl.llm_envs.completion_checks import check_answer_length, check_comple
 from agilerl.llm_envs.dataset.repetition import RepetitionCheck
 from agilerl.llm_envs.environment_pool import EnvironmentPool
 from agilerl.llm_envs.episode import Episode, check_groups
-from agilerl.llm_envs.episode_failures import BatchFailures, failed_episodes
+from agilerl.llm_envs.episode_failures import BatchFailures, FailureBound, failed_episodes
 from agilerl.llm_envs.episodes import Episodes, stack_episodes
 from agilerl.llm_envs.failures import EvaluationRows, FailurePolicy, OnFailure
 from agilerl.llm_envs.seeds import EVALUATION_SEED_START
@@ -69,7 +69,8 @@ class SyncMultiTurnVecEnv:
         max_failure_share: Largest share of a batch, or of an evaluation over all processes, that
             may fail; above it :class:`EnvironmentFailure` is raised.
         failure_retries: How often an episode that fails before its first prompt is tried again,
-            with a new environment. A step cannot be.
+            with a new environment. A step cannot be. Where more than ``max_failure_share`` run out
+            of time, nothing is tried again.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -200,11 +201,11 @@ class SyncMultiTurnVecEnv:
         steps = {i: e.act(ids.detach().cpu(), logp) for (i, e), ids, logp in answers}
         # Until the step is done: an interrupted one leaves no batch.
         episodes, self._episodes = self._episodes, []
-        advance, limit = partial(Episode.advance, max_turns=self.max_turns), self._failures.limit
-        self._pool.call(episodes, steps, advance, limit=limit)
+        advance, bound = partial(Episode.advance, max_turns=self.max_turns), self._failures.bound
+        self._pool.call(episodes, steps, advance, bound)
         # Rows are read now: a call that ran out of time may change them later.
         reads = {i: episode.read for i, episode in playing.items() if episode.prompt is None}
-        self._pool.call(episodes, reads, Episode.finish, limit=limit)
+        self._pool.call(episodes, reads, Episode.finish, bound)
         return self._hand_out(episodes, started)
 
     def episodes(self) -> Episodes:
@@ -282,7 +283,7 @@ class SyncMultiTurnVecEnv:
 
     def make_environments(self, indices: Sequence[int]) -> None:
         """Make these environments now. One that cannot be made is tried again when needed."""
-        self._pool.make(indices, self.policy.limit(len(indices)))
+        self._pool.make(indices, FailureBound(self.policy.limit(len(indices))))
 
     def close(self) -> None:
         """Close all environments, within seconds; a later ``reset`` makes new ones."""
@@ -292,7 +293,7 @@ class SyncMultiTurnVecEnv:
     def _begin(self, seeds: Sequence[int], failures: BatchFailures) -> list[ReasoningPrompts]:
         started, self._episodes, self._failures = time.perf_counter(), [], failures
         retries = self.policy.failure_retries
-        episodes = self._pool.begin(seeds, self._reset_workers, retries, failures.limit)
+        episodes = self._pool.begin(seeds, self._reset_workers, retries, failures)
         return self._hand_out(episodes, started)
 
     def _run_to_end(self, act: Act, prompts: list[ReasoningPrompts]) -> None:
@@ -308,7 +309,7 @@ class SyncMultiTurnVecEnv:
         self._failures.check(episodes)
         prompts = _prompts(episodes)
         if not prompts:
-            self._failures.tell(episodes)
+            self._failures.log(episodes)
         self._episodes, self._handed_out = episodes, time.perf_counter()
         self._seconds["environment_seconds"] += self._handed_out - started
         return prompts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -217,3 +218,49 @@ def test_a_tools_reward_that_fails_drops_the_episode() -> None:
 def test_bad_arguments(arguments: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         SyncMultiTurnVecEnv(Game, 2, **arguments)
+
+
+@pytest.mark.parametrize("where", ["make", "reset"])
+@pytest.mark.parametrize("on_failure", ["raise", "drop"])
+def test_beginnings_that_hang_are_not_tried_again_for_ever(where: str, on_failure: Any) -> None:
+    attempts = []
+    released = threading.Event()
+
+    class Hangs(Game):
+        def reset(self, seed: int | None = None) -> Any:
+            if where == "reset":
+                attempts.append(seed)
+                released.wait(30)
+            return super().reset(seed)
+
+    def make() -> Game:
+        if where == "make":
+            attempts.append(None)
+            released.wait(30)
+        return Hangs()
+
+    env = SyncMultiTurnVecEnv(
+        make, 8, failure_retries=3, step_timeout=0.1, max_workers=1, on_failure=on_failure
+    )
+    with pytest.raises(EnvironmentFailure, match="5 of 8 episodes have failed"):
+        env.reset(range(8))
+    released.set()
+    assert 5 <= len(attempts) <= 6  # the last may have begun meanwhile
+    assert env.timeouts == 5
+
+
+def test_one_that_hangs_is_tried_again() -> None:
+    numbers = iter(range(9))
+    released = threading.Event()
+
+    class Hangs(Game):
+        def reset(self, seed: int | None = None) -> Any:
+            if next(numbers) == 1:
+                released.wait(30)
+            return super().reset(seed)
+
+    env = SyncMultiTurnVecEnv(
+        Hangs, 2, failure_retries=1, step_timeout=0.5, on_failure="raise", max_failure_share=0.0
+    )
+    assert seeds_of(env.reset([3, 4])) == [3, 4]
+    released.set()
