@@ -125,7 +125,8 @@ TextStep: TypeAlias = "tuple[Observation, float, bool, bool, dict[str, Any]]"
 class TextEnv(Protocol):
     """A text environment in Gymnasium style: text (or messages) out, text in.
 
-    Both methods may be ``async``.
+    Both methods may be ``async``. An attribute ``tool_schemas``, where there is one, has the JSON
+    schemas of the tools that the chat template shows.
     """
 
     def reset(self, seed: int | None = None) -> TextReset | Awaitable[TextReset]: ...

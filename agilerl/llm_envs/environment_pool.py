@@ -24,6 +24,24 @@ CLOSE_SECONDS = 10.0
 _MEMBERS = ("reset", "step", "get_episode_data", "close")
 
 
+def checked_factory(
+    env_factory: Callable[..., MultiTurnEnv], env_config: Mapping[str, Any] | None
+) -> Callable[[], MultiTurnEnv]:
+    """A function that makes an environment, of the arguments of those names.
+
+    Raises:
+        TypeError: An argument of the wrong type.
+    """
+    require(
+        callable(env_factory),
+        f"env_factory is {shorten(env_factory)}; it must be a function that returns a new "
+        "multi-turn environment, such as a TokenObservationWrapper",
+        TypeError,
+    )
+    InstanceOf(Mapping, "a dict of env_factory's arguments")("env_config", env_config)
+    return partial(env_factory, **(env_config or {}))
+
+
 class EnvironmentPool:
     """Environments by index: environment i plays episode i of every batch.
 
@@ -42,14 +60,7 @@ class EnvironmentPool:
         env_config: Mapping[str, Any] | None,
         executor: TimeoutExecutor,
     ) -> None:
-        require(
-            callable(env_factory),
-            f"env_factory is {shorten(env_factory)}; it must be a function that returns a new "
-            "environment",
-            TypeError,
-        )
-        InstanceOf(Mapping, "a dict of env_factory's arguments")("env_config", env_config)
-        self._factory = partial(env_factory, **(env_config or {}))
+        self._factory = checked_factory(env_factory, env_config)
         self._executor = executor
         # None: not made, or left to a call that may still be running.
         self._envs: list[MultiTurnEnv | None] = []

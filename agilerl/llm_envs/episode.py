@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from agilerl.checks import InstanceOf, finite_number, require, shorten, unpacked
-from agilerl.llm_envs.failures import reason
+from agilerl.llm_envs.failures import WrongRewardError, reason
 from agilerl.llm_envs.seeds import transcript_of
 from agilerl.llm_envs.timeouts import CallOutcome
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
@@ -56,8 +56,14 @@ class Episode:
     transcript: str = ""
 
     def take(self, outcome: CallOutcome, method: Callable[[Episode, Any], None]) -> None:
-        """Give what a call returned to ``start``, ``advance`` or ``finish``, or end the episode."""
+        """Give what a call returned to ``start``, ``advance`` or ``finish``, or end the episode.
+
+        Raises:
+            WrongRewardError: If the call did.
+        """
         error = outcome.error
+        if isinstance(error, WrongRewardError):
+            raise error
         if error is None:
             try:
                 method(self, outcome.value)

@@ -18,6 +18,13 @@ OnFailure: TypeAlias = Literal["raise", "drop"] | float
 reward."""
 
 
+class WrongRewardError(TypeError, ValueError):
+    """A reward function within an environment returned something that is no reward.
+
+    A mistake in the function, so that ``on_failure`` does not apply.
+    """
+
+
 @dataclass(frozen=True)
 class FailurePolicy:
     """The arguments of those names, checked."""

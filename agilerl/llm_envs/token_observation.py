@@ -72,7 +72,8 @@ class TokenObservationWrapper:
         system_prompt: First message of every conversation.
         chat_template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
         tools: Functions with type hints and docstrings in Google's style, or JSON schemas, which
-            the chat template shows to the model.
+            the chat template shows to the model. None: ``tool_schemas`` of the environment, if it
+            has this attribute.
         skip_special_tokens: False keeps special tokens in what the environment's ``step`` is given,
             except the one that ends an answer: for calls of tools that are marked by them.
 
@@ -117,12 +118,10 @@ class TokenObservationWrapper:
         self.enable_sliding_window = enable_sliding_window
         FLAG("skip_special_tokens", skip_special_tokens)
         self.skip_special_tokens = skip_special_tokens
+        shown = shown_tools(env, tools)
+        self._shows_tools = len(shown) > 0
         self._boundary = TurnBoundary(
-            tokenizer,
-            apply_chat_template,
-            system_prompt,
-            chat_template_kwargs,
-            shown_tools(env, tools),
+            tokenizer, apply_chat_template, system_prompt, chat_template_kwargs, shown
         )
         self._event_loop: EventLoopThread | None = None
         self._accepted: torch.Tensor | None = None
@@ -149,12 +148,18 @@ class TokenObservationWrapper:
             TypeError: The environment's ``reset`` returned something else than an observation and
                 info.
             ValueError: The first prompt leaves no room for output; messages in roles that are not
-                allowed.
+                allowed; an environment with native tools, none of which is shown.
         """
         self._tokens, self._rewards, self._done = None, [], True
         begun = self.env.reset(seed=seed) if self._takes_seed else self.env.reset()
         messages, info = reset_outcome(awaited(begun, self._own_wait))
         text, ids = self._boundary.open(messages)
+        require(
+            self._shows_tools or not info.get("tool_schemas"),
+            "the environment has tools that the chat template has to show (tool_schemas of the "
+            "info that reset returned), but the wrapper was given none: pass tools=..., the "
+            "tool_schemas of the ToolEnv within, or give the environment around it this attribute",
+        )
         require(bool(ids), "the first observation gives a prompt without any token")
         require(
             self._fits(len(ids)),

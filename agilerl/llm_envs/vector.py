@@ -179,6 +179,7 @@ class SyncMultiTurnVecEnv:
             TypeError: Something else than tensors of ids.
             ValueError: Answers that do not belong to the prompts, or longer than ``max_model_len``
                 of the environment. ``step`` may then be called again.
+            WrongRewardError: The reward function of a ``ToolEnv`` returned no finite number.
         """
         playing = {i: e for i, e in enumerate(self._episodes) if e.prompt is not None}
         if not playing:

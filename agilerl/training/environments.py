@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agilerl.checks import InstanceOf, missing_members, require
+from agilerl.checks import missing_members, require
+from agilerl.llm_envs.environment_pool import checked_factory
 from agilerl.training.protocols import DistributedEnv, SingleTurnEnv, TokenizingEnv
 
 if TYPE_CHECKING:
@@ -116,11 +117,8 @@ def fitting_factory(
     env_config: Mapping[str, Any] | None,
     agents: Sequence[Agent],
     max_turns: int,
-) -> tuple[Callable[[], MultiTurnEnv], str]:
+) -> tuple[Callable[[], MultiTurnEnv], Callable[[], str]]:
     """A function that makes multi-turn environments which fit the agents.
-
-    One is made at once, so that what is wrong with it shows before anything is written; the
-    function returns it first.
 
     Args:
         env_factory: Makes an environment.
@@ -129,39 +127,50 @@ def fitting_factory(
         max_turns: Of an episode; an environment that counts turns itself must have the same.
 
     Returns:
-        The function, and the class of the environment inside the wrapper, for the run's name.
+        The function; and one that makes the first of these environments, which the other then
+        returns first, so that what is wrong with it shows before anything is written. Its result is
+        the class of the environment inside the wrapper, for the run's name.
 
     Raises:
         TypeError: If ``env_factory`` or ``env_config`` is of the wrong kind.
-        ValueError: If an environment does not fit the agents' contexts, or has another
-            ``max_turns``.
+        ValueError: From the functions, if an environment does not fit the agents' contexts, or has
+            another ``max_turns``.
     """
-    require(
-        callable(env_factory),
-        f"env_factory={env_factory!r} cannot be called: pass a function that returns a new "
-        "multi-turn environment, such as a TokenObservationWrapper.",
-        TypeError,
-    )
-    InstanceOf(Mapping, "a dict of env_factory's arguments")("env_config", env_config)
+    factory = checked_factory(env_factory, env_config)
     unused: list[MultiTurnEnv] = []
+
+    def make_new() -> MultiTurnEnv:
+        made = factory()
+        try:
+            fit_context(made, agents)
+            _check_turns(made, max_turns)
+        except ValueError:
+            close = getattr(made, "close", None)  # It may be anything.
+            if callable(close):
+                close()
+            raise
+        return made
 
     def make() -> MultiTurnEnv:
         try:
             return unused.pop()
         except IndexError:  # checking first would race with other threads
-            made = env_factory(**(env_config or {}))
-            fit_context(made, agents)
-            return made
+            return make_new()
 
-    first = make()
-    own = getattr(first, "max_turns", max_turns)
+    def make_first() -> str:
+        unused.append(make_new())
+        return type(getattr(unused[0], "env", unused[0])).__name__
+
+    return make, make_first
+
+
+def _check_turns(env: Any, max_turns: int) -> None:
+    own = getattr(env, "max_turns", max_turns)
     require(
         own == max_turns,
         f"max_turns={max_turns} was given to finetune_llm_multiturn, but env_factory made an "
         f"environment with max_turns={own}: give both the same.",
     )
-    unused.append(first)
-    return make, type(getattr(first, "env", first)).__name__
 
 
 def fit_context(env: Any, agents: Sequence[Agent]) -> None:

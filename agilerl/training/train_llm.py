@@ -323,7 +323,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     COUNT("groups_per_iteration", groups_per_iteration)
     COUNT("train_seeds", train_seeds)
     groups = per_process("groups_per_iteration", groups_per_iteration, ranks)
-    make_env, name = fitting_factory(env_factory, env_config, pop, max_turns)
+    make_env, make_first = fitting_factory(env_factory, env_config, pop, max_turns)
     # One per agent, so that their episodes can be played at the same time.
     envs = [
         SyncMultiTurnVecEnv(
@@ -346,7 +346,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
     with ExitStack() as closing:
         for env in envs:
             closing.callback(env.close)
-        envs[0].make_environments([0])  # It has been made, and has to be closed in any case.
+        name = make_first()
+        envs[0].make_environments([0])  # That one, which has to be closed in any case.
         # Every agent plays the same seeds in the same order.
         collectors = [
             MultiTurnCollector(

@@ -264,3 +264,28 @@ def test_one_that_hangs_is_tried_again() -> None:
     )
     assert seeds_of(env.reset([3, 4])) == [3, 4]
     released.set()
+
+
+@pytest.mark.parametrize("value", [None, float("nan")])
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_a_tools_reward_that_is_none_is_raised(value: Any, evaluation: bool) -> None:
+    """As everywhere: a mistake in the function, which is no failure of the episode."""
+    tokenizer = byte_tokenizer()
+
+    def make() -> TokenObservationWrapper:
+        tasks = [{"question": "2+2?", "answer": "4"}, {"question": "2+3?", "answer": "5"}]
+        env = ToolEnv(
+            tasks,
+            {"calculator": calculator},
+            lambda completion, answer, question: value if answer == "4" else 1.0,
+        )
+        return TokenObservationWrapper(env, tokenizer, max_turns=2)
+
+    def answer(prompts: list[ReasoningPrompts]) -> ActionResult:
+        ids = torch.tensor([tokenizer.encode("5")])
+        return ActionResult([torch.cat([p["input_ids"], ids], 1) for p in prompts], [])
+
+    env = SyncMultiTurnVecEnv(make, 2, max_failure_share=1.0)
+    with pytest.raises((TypeError, ValueError), match="reward_fn"):
+        env.evaluate(answer) if evaluation else env.play(answer, [0, 1])
+    env.close()

@@ -181,7 +181,7 @@ def test_a_native_tool_of_a_tool_env_has_to_be_described() -> None:
     with pytest.raises(ValueError, match=r"tools\['double'\]: .* no description"):
         tool_env(tools={"double": undescribed})
     env = tool_env(tools={"sums": calculator})  # called by this name
-    assert env.schemas[0]["function"]["name"] == "sums"
+    assert env.tool_schemas[0]["function"]["name"] == "sums"
 
 
 def fenced(reply: str) -> list[dict[str, Any]]:
@@ -246,3 +246,33 @@ def test_calls_read_by_transformers() -> None:
     broken = env.step("<tool_call>{broken</tool_call>")[0]
     assert broken[0]["content"].startswith("error: ValueError: json parser could not parse")
     assert env.step("5")[1:3] == (1.0, True)
+
+
+class Delegating:
+    """As one that logs what is played."""
+
+    def __init__(self, env: ToolEnv) -> None:
+        self.env = env
+
+    def reset(self, seed: int | None = None) -> Any:
+        return self.env.reset(seed)
+
+    def step(self, action: str) -> Any:
+        return self.env.step(action)
+
+
+def test_tools_of_an_environment_within_another_are_not_lost() -> None:
+    inner = tool_env()
+    with pytest.raises(ValueError, match="has tools that the chat template has to show"):
+        wrapped(Delegating(inner)).reset(seed=0)
+    expected, _ = wrapped(tool_env()).reset(seed=0)
+    prompt, _ = wrapped(Delegating(inner), tools=inner.tool_schemas).reset(seed=0)
+    assert prompt["text"] == expected["text"]
+
+    class Forwards(Delegating):
+        tool_schemas = inner.tool_schemas
+
+    prompt, _ = wrapped(Forwards(inner)).reset(seed=0)
+    assert prompt["text"] == expected["text"]
+    # Described in the first observation they need no template.
+    wrapped(Delegating(tool_env(native_tools=False))).reset(seed=0)

@@ -245,6 +245,27 @@ def test_context_lengths_are_checked_at_the_start() -> None:
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [{"step_timeout": -1.0}, {"max_turns": 4}, {"evaluation_episodes": 0}, {"max_workers": "2"}],
+)
+def test_what_was_made_is_closed_when_an_argument_is_refused(arguments: dict[str, Any]) -> None:
+    made, closed = [], []
+
+    class Closes(TokenObservationWrapper):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    def make() -> TokenObservationWrapper:
+        made.append(Closes(Echo(), byte_tokenizer(), 3))
+        return made[-1]
+
+    with pytest.raises((ValueError, TypeError)):
+        finetune([make_agent()], env_factory=make, **arguments)
+    assert closed == made
+
+
 def test_lengths_that_the_environment_leaves_open_are_the_agents() -> None:
     made: list[TokenObservationWrapper] = []
 

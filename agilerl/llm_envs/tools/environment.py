@@ -29,6 +29,7 @@ from agilerl.checks import (
     warn_once,
 )
 from agilerl.llm_envs.event_loop import awaited
+from agilerl.llm_envs.failures import WrongRewardError
 from agilerl.llm_envs.rewards import RewardFunction, RewardPool
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 from agilerl.llm_envs.tools.calls import CALL_FORMAT, ParseCalls, calls_in, tagged_calls
@@ -129,7 +130,7 @@ class ToolEnv:
         )
         self.tools = checked_tools(tools)
         self.native_tools = native_tools
-        self.schemas = tool_schemas(self.tools) if native_tools else []
+        self.tool_schemas = tool_schemas(self.tools) if native_tools else []
         """What the chat template shows; empty without ``native_tools``."""
         self._parse_calls = parse_calls or tagged_calls
         self.max_calls = max_calls
@@ -150,7 +151,8 @@ class ToolEnv:
         """Begin an episode.
 
         Returns:
-            Instructions and question, and an empty info.
+            Instructions and question, and an info that is empty or, with ``native_tools``, has
+            ``"tool_schemas"``.
 
         Raises:
             TypeError: ``tasks`` returned no task.
@@ -158,7 +160,8 @@ class ToolEnv:
         """
         self._task, self.calls_made = self._tasks.of_seed(seed), 0
         question: str = self._task["question"]
-        return f"{self.instructions}\n\n{question}" if self.instructions else question, {}
+        info = {"tool_schemas": self.tool_schemas} if self.native_tools else {}
+        return f"{self.instructions}\n\n{question}" if self.instructions else question, info
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Make the calls in a reply, or score it.
@@ -170,8 +173,9 @@ class ToolEnv:
         Raises:
             RewardError: The reward function raised or ran out of time.
             RuntimeError: No episode is running.
-            TypeError: The reward function returned no number, ``parse_calls`` no list.
-            ValueError: It returned one that is not finite.
+            TypeError: ``parse_calls`` returned no list.
+            WrongRewardError: The reward function returned no finite number. In a batch this is no
+                failure of the episode, but ends the call.
         """
         if self._task is None:
             raise RuntimeError("no episode is running; call reset() first")
@@ -180,7 +184,10 @@ class ToolEnv:
         if calls:
             return self._answer(calls), 0.0 - self.call_cost * len(calls), False, False, {}
         task, self._task = self._task, None
-        (reward,) = self._rewards.score([reply], [task["answer"]], [task["question"]])
+        try:
+            (reward,) = self._rewards.score([reply], [task["answer"]], [task["question"]])
+        except (TypeError, ValueError) as error:
+            raise WrongRewardError(str(error)) from error
         return "", reward, True, False, {}
 
     def close(self) -> None:
@@ -264,7 +271,7 @@ def shown_tools(env: Any, tools: Any) -> list[dict[str, Any]]:
     """The schemas of the tools that a chat template has to show.
 
     Args:
-        env: If it is a ``ToolEnv`` with ``native_tools``, its tools are taken where none are given.
+        env: Its ``tool_schemas``, if it has any, are taken where no tools are given.
         tools: Functions or schemas, or None.
 
     Raises:
@@ -272,5 +279,5 @@ def shown_tools(env: Any, tools: Any) -> list[dict[str, Any]]:
         ValueError: As :func:`tool_schemas`.
     """
     if tools is None:
-        return list(env.schemas) if isinstance(env, ToolEnv) else []
+        return list(getattr(env, "tool_schemas", []))
     return tool_schemas(tools)
