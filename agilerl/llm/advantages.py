@@ -144,8 +144,8 @@ def varying_groups(
     return (~_equal(spread, largest) & (member.sum(1, keepdim=True) > 1)).squeeze(1)
 
 
-def comparable(kept: torch.Tensor, group_size: int) -> torch.Tensor:
-    """``(N,)`` bool: those of ``kept`` whose group has another one."""
+def has_baseline(kept: torch.Tensor, group_size: int) -> torch.Tensor:
+    """``(N,)`` bool: those of ``kept`` whose group has another one to be compared with."""
     groups = kept.view(-1, group_size)
     return (groups & (groups.sum(1, keepdim=True) > 1)).reshape(-1)
 
@@ -220,7 +220,7 @@ def compute_advantages(
         loss_mask = loss_mask & (advantages.abs() > config.filter_eps)
     advantages = torch.where(loss_mask, advantages, 0.0)
     if config.whiten:
-        compared = comparable(kept, config.group_size)[trajectory_ids][:, None]
+        compared = has_baseline(kept, config.group_size)[trajectory_ids][:, None]
         advantages = _whiten(advantages, loss_mask & compared, ranks or Ranks())
     if config.clip_range is not None:
         advantages = advantages.clamp(-config.clip_range, config.clip_range)

@@ -11,7 +11,7 @@ from agilerl.llm_envs.dataset import PromptReader, Splits
 from agilerl.llm_envs.dataset.procedural import ProceduralTask, default_template, with_task_score
 from agilerl.llm_envs.failures import OnFailure
 from agilerl.llm_envs.rewards import RewardFunctions, RewardPool
-from agilerl.llm_envs.rewards.columns import OFFERED, CompletionReader, dataset_columns
+from agilerl.llm_envs.rewards.columns import BUILT_IN_COLUMNS, CompletionReader, dataset_columns
 from agilerl.llm_envs.single_turn import SingleTurnEnvironment
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class ReasoningGym(SingleTurnEnvironment):
             max_failure_share=max_failure_share,
             failure_retries=failure_retries,
             reward_weights=reward_weights,
-            columns=[*OFFERED, *splits.column_names],
+            columns=[*BUILT_IN_COLUMNS, *splits.column_names],
         )
         splits.check_answers(rewards.named_columns)
         encoder = PromptEncoder(tokenizer, chat_template_kwargs)

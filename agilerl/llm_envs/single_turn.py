@@ -135,7 +135,7 @@ class SingleTurnEnvironment:
 
         The training position stays.
         """
-        return [list(batch.prompts) for batch in self._train.upcoming(count)]
+        return [_prompts(batch) for batch in self._train.batches(count)]
 
     def step(
         self,
@@ -307,16 +307,21 @@ class SingleTurnEnvironment:
 
     def _hand_out(self) -> list[ReasoningPrompts]:
         if self._test_offset is None:
-            self._current = self._train.current()
+            (self._current,) = self._train.batches(1)
         elif self._test is not None:
             rows = self._waiting_rows()
             self._current = self._test.batch(rows) if rows else None
-        return [] if self._current is None else list(self._current.prompts)
+        return [] if self._current is None else _prompts(self._current)
 
     def _waiting_rows(self) -> Sequence[int]:
         """The numbers of the test rows that are handed out."""
         assert self._test_offset is not None
         return self._test_rows[self._test_offset : self._test_offset + self._test_batch_size]
+
+
+def _prompts(batch: PromptBatch) -> list[ReasoningPrompts]:
+    """For the caller, who may set other values: the batch is handed out again."""
+    return [prompt.copy() for prompt in batch.prompts]
 
 
 def _texts(batch: PromptBatch) -> list[str]:

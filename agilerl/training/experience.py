@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agilerl.llm.advantages import comparable, zero_variance_groups
+from agilerl.llm.advantages import has_baseline, zero_variance_groups
 
 if TYPE_CHECKING:
     from agilerl.distributed import Ranks
@@ -113,7 +113,7 @@ def gather_statistics(experience: Experience, ranks: Ranks) -> Experience:
 
 def together(parts: Sequence[Experience]) -> Experience:
     """Rewards, counts and metrics of several experiences; all else is that of the first."""
-    # One that kept nothing has measured nothing.
+    # Those that dropped every completion have no metrics.
     measured = [each for each in parts if len(each.kept_rewards)]
     kept = sum(len(each.kept_rewards) for each in measured)
     metrics = {
@@ -142,7 +142,7 @@ def accuracy(rewards: torch.Tensor, threshold: float) -> float:
 
 
 def reward_statistics(rewards: torch.Tensor, accuracy_threshold: float) -> dict[str, float]:
-    """Mean, population standard deviation and accuracy of rewards, of any shape; none of none."""
+    """Mean, population standard deviation and accuracy of rewards, of any shape; {} if empty."""
     if not rewards.numel():
         return {}
     return {
@@ -191,7 +191,7 @@ def has_reward_variance(experience: Experience) -> bool:
     """Whether some group holds two rewards that count and differ beyond rounding."""
     group_size = experience.rewards.shape[1]
     kept = experience.kept.reshape(-1)
-    groups = int(comparable(kept, group_size).reshape(-1, group_size).any(1).sum())
+    groups = int(has_baseline(kept, group_size).reshape(-1, group_size).any(1).sum())
     return zero_variance_groups(experience.rewards.reshape(-1), group_size, kept) < groups
 
 

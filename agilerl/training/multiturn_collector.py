@@ -156,7 +156,7 @@ class EpisodeRollout:
 
 
 def _episode_metrics(episodes: Episodes) -> dict[str, float]:
-    """Means over the episodes that are kept; none of none."""
+    """Means over the episodes that are kept; ``{}`` without any."""
     kept = episodes.sample_mask
     if not bool(kept.any()):
         return {}

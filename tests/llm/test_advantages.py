@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agilerl import checks
 from agilerl.llm.advantages import (
-    comparable,
     compute_advantages,
     group_relative,
     group_relative_per_turn,
+    has_baseline,
     zero_variance_groups,
 )
 from agilerl.llm.config import AdvantageConfig
@@ -277,7 +277,7 @@ def test_those_that_do_not_count_are_in_no_mean_and_no_std(kept: list[bool], nor
 def test_groups_with_fewer_than_two_left_are_not_counted_or_whitened() -> None:
     kept = torch.tensor([True, False, False, False, True, True, True, False])
     rewards = torch.tensor([1.0, 9.0, 9.0, 9.0, 0.0, 1.0, 5.0, 9.0])
-    assert comparable(kept, 4).tolist() == [False] * 4 + [True] * 3 + [False]
+    assert has_baseline(kept, 4).tolist() == [False] * 4 + [True] * 3 + [False]
     config = AdvantageConfig(4, whiten=True)
     made, trained = compute_advantages(rewards, actions(*[2] * 8), config, kept=kept)
     assert trained.any(1).tolist() == kept.tolist()

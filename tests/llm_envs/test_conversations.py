@@ -147,7 +147,7 @@ def test_rows_of_different_keys_stay_python_objects(make: MakeEnv, complete: Com
         reward_fn=lambda completion, question, metadata: seen.update({question: metadata}) or 0.0,
     )
     env.step(complete(env.reset(), [["x"]] * 3))
-    assert all(seen[f"q{i}"] is value for i, value in enumerate(extra))
+    assert all(seen[f"q{i}"] == value for i, value in enumerate(extra))
 
 
 # --- answers ------------------------------------------------------------------------------------

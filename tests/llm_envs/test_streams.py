@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import IterableDataset, interleave_datasets
+from datasets import IterableDataset, interleave_datasets, iterable_dataset
 from sums_data import sums
 
 from agilerl import checks
+from agilerl.llm.prompts import PromptEncoder
 from agilerl.llm_envs import ReasoningGym
-from agilerl.llm_envs.dataset import TrainingBatchSampler
+from agilerl.llm_envs.dataset import TrainingBatchSampler, streamed_batches
+from agilerl.llm_envs.dataset.conversations import ConversationReader
+from agilerl.llm_envs.dataset.stream import _has_shuffle_buffer
 
 MakeEnv = Callable[..., ReasoningGym]
 
@@ -333,3 +338,177 @@ print(len(env.reset()))
     )
     assert ended.stdout == "8\n"
     assert "Exception ignored" not in ended.stderr
+
+
+@pytest.mark.parametrize("other", [generated(11).skip(1), generated(2)])
+def test_a_refused_state_leaves_everything_as_it_was(make: MakeEnv, other: IterableDataset) -> None:
+    saved, env, alone = (make(each) for each in (generated(), other, other))
+    for _ in range(2):
+        step(saved)
+    step(env)
+    step(alone)
+    before = env.state_dict(), env.reset()[0]["text"]
+    with pytest.raises(ValueError, match="than when state was saved"):
+        env.load_state_dict(saved.state_dict())
+    assert (env.state_dict(), env.reset()[0]["text"]) == before
+    assert [step(env) for _ in range(5)] == [step(alone) for _ in range(5)]
+
+
+@pytest.mark.parametrize("kind", ["arrow", "pandas", "numpy", "torch", None])
+def test_formats(make: MakeEnv, kind: str | None) -> None:
+    """Rows of tables are read as dicts, as those of a dataset are."""
+    for stream in (sums(0, 5).to_iterable_dataset(), generated(5)):
+        env = make(stream.with_format(kind), data_batch_size_per_gpu=2)
+        asked = step(env)
+        resumed = make(stream.with_format(kind), data_batch_size_per_gpu=2)
+        resumed.load_state_dict(env.state_dict())
+        assert step(resumed) == step(env) != asked
+
+
+def test_a_generator_that_holds_a_client(make: MakeEnv) -> None:
+    """It is not copied: a lock cannot be pickled."""
+
+    class Client:
+        def __init__(self) -> None:
+            self.lock, self.asked = threading.Lock(), 0
+
+    def from_client(client: Client) -> Iterator[dict[str, Any]]:
+        for number in range(6):
+            with client.lock:
+                client.asked += 1
+            yield {"question": f"{number}?", "answer": number}
+
+    client = Client()
+    stream = IterableDataset.from_generator(from_client, gen_kwargs={"client": client})
+    one, other = make(stream), make(stream)
+    assert step(one) == step(other) == ["0?", "1?", "2?"]
+    assert step(other) == ["3?", "4?", "5?"]
+    other.load_state_dict(one.state_dict())
+    assert step(one) == step(other) == ["3?", "4?", "5?"]
+    assert client.asked > 0
+
+
+def test_prompts_that_are_too_long_without_end(
+    make: MakeEnv, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After one that is not."""
+    monkeypatch.setattr(streamed_batches, "_LONG_ROWS_IN_A_ROW", 50)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"question": "short"}
+        while True:
+            yield {"question": "x" * 100}
+
+    env = make(IterableDataset.from_generator(rows), test_dataset=None)
+    with pytest.raises(ValueError, match=r"of 50 rows up to row 50 no prompt .*=100 tokens"):
+        env.reset()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "train_dataset row 1 is left out, and so will others be: its prompt has 125 tokens "
+        "(template included), more than max_context_length=100."
+    )
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_prompts_are_rendered_once(
+    make: MakeEnv, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    """As the training loop asks for them, for two agents."""
+    rows = generated(40) if streamed else list(questions(40))
+    env = make(rows, data_batch_size_per_gpu=2, test_dataset=None)
+    rendered, tokenised = [], []
+    render, tokenize = PromptEncoder.render, PromptEncoder.tokenize
+
+    def noted_render(self: PromptEncoder, conversation: Any) -> str:
+        rendered.append(conversation)
+        return render(self, conversation)
+
+    def noted_tokenize(self: PromptEncoder, texts: Any) -> list[list[int]]:
+        tokenised.extend(texts)
+        return tokenize(self, texts)
+
+    monkeypatch.setattr(PromptEncoder, "render", noted_render)
+    monkeypatch.setattr(PromptEncoder, "tokenize", noted_tokenize)
+    for _ in range(5):
+        env.upcoming(1)
+        env.upcoming(2)
+        step(env)
+        step(env)
+    # One row more of a stream is read, to see whether the pass goes on.
+    assert 20 <= len(rendered) == len(tokenised) <= 23
+    env.reset()[0]["text"] = "changed"
+    assert env.reset()[0]["text"] != "changed"
+
+
+def test_a_shuffle_buffer_is_filled_once(make: MakeEnv) -> None:
+    read: list[int] = []
+
+    def noted(row: dict[str, Any]) -> dict[str, Any]:
+        read.append(row["answer"])
+        return row
+
+    stream = generated(200).map(noted).shuffle(seed=1, buffer_size=50)
+    expected = [row["question"] for row in stream.take(12)]
+    read.clear()
+    env = make(stream, data_batch_size_per_gpu=3)
+    assert [question for _ in range(4) for question in step(env)] == expected
+    assert len(read) == len(set(read)) <= 70
+    env.reset(reset_dataloaders=True)
+    assert env.questions == expected[:3]
+
+
+def test_rows_are_read_once_without_test_rows(
+    make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To check them and to count their tokens; there is nothing to compare them with."""
+    names = []
+    read = ConversationReader.read
+
+    def noted(self: ConversationReader, row: Any, where: str) -> Any:
+        names.append(where)
+        return read(self, row, where)
+
+    monkeypatch.setattr(ConversationReader, "read", noted)
+    for length in (None, 100):
+        make_env(train_dataset=list(questions(100)), test_dataset=None, max_context_length=length)
+        assert len(names) == 100 + 1  # the first is rendered before
+        names.clear()
+
+
+def test_where_datasets_keeps_what_is_read_here() -> None:
+    """Shuffle buffers are found, and positions copied, by these private names of datasets."""
+    parts = {"ex_iterable", "ex_iterables"}
+    classes = [
+        each
+        for each in vars(iterable_dataset).values()
+        if isinstance(each, type) and issubclass(each, iterable_dataset._BaseExamplesIterable)
+    ]
+    assert iterable_dataset.BufferShuffledExamplesIterable in classes
+    for each in classes:
+        parameters = inspect.signature(each).parameters.values()
+        names = {p.name for p in parameters if "ExamplesIterable" in str(p.annotation)}
+        assert names <= parts, each
+    stream = generated()
+    assert isinstance(stream._ex_iterable, iterable_dataset._BaseExamplesIterable)
+    assert isinstance(stream.map(lambda row: row)._ex_iterable.ex_iterable, tuple(classes))
+    assert len(interleave_datasets([stream, stream])._ex_iterable.ex_iterables) == 2
+    assert stream.with_format("arrow")._formatting.format_type == "arrow"
+    buffered = {name for name, each in STREAMS.items() if _has_shuffle_buffer(each())}
+    assert buffered == {"shuffled", "shuffled table", "shuffled and mapped"}
+
+
+def test_held_out_rows_of_a_stream_are_skipped_by_training(make: MakeEnv) -> None:
+    stream = generated(12)
+    with pytest.raises(TypeError) as caught:
+        make(stream, test_dataset=stream)
+    remedy = "train_dataset=stream.skip(500), test_dataset=list(stream.take(500))"
+    assert remedy in str(caught.value)
+    arguments = {"train_dataset": stream.skip(4), "test_dataset": list(stream.take(4))}
+    env = make(arguments.pop("train_dataset"), **arguments)
+    trained_on = step(env)
+    while env.num_epochs == 0:
+        trained_on += step(env)
+    assert trained_on == [f"{number}?" for number in range(4, 12)]
+    with env.eval_mode():
+        env.reset()
+        assert env.questions == [f"{number}?" for number in range(4)]

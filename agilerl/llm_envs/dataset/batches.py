@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -19,11 +21,8 @@ class TrainingBatches(Protocol):
     def __len__(self) -> int:
         """Rows of all processes, without those that are too long."""
 
-    def current(self) -> PromptBatch:
-        """This process's share of the present batch."""
-
-    def upcoming(self, count: int) -> list[PromptBatch]:
-        """The same of the present batch and those after it, ``count`` in all."""
+    def batches(self, count: int) -> list[PromptBatch]:
+        """This process's share of the present batch and those after it, ``count`` in all."""
 
     def advance(self) -> None:
         """Go to the next batch."""
@@ -44,40 +43,58 @@ class TrainingBatches(Protocol):
         """Go to a position; raises ValueError if it is one in other data."""
 
 
-class ShuffledBatches:
+class ShuffledBatches(TrainingBatchSampler):
     """Every row once in an epoch, in an order that depends on seed and epoch alone.
 
     Args:
         dataset: The rows.
-        sampler: Chooses among them.
+        batch_size: Rows per batch and process.
+        seed: Of the order.
+        rank: This process.
+        num_replicas: Number of processes.
+
+    Raises:
+        ValueError: Fewer rows than processes.
     """
 
-    def __init__(self, dataset: PromptDataset, sampler: TrainingBatchSampler) -> None:
-        self.dataset, self._sampler = dataset, sampler
-
-    @property
-    def epoch(self) -> int:
-        """See :class:`TrainingBatches`."""
-        return self._sampler.epoch
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        num_replicas: int = 1,
+    ) -> None:
+        super().__init__(len(dataset), batch_size, seed, rank, num_replicas)
+        self.dataset = dataset
+        # The present batch and those after it, as far as they were asked for: a prompt is
+        # rendered and tokenised once.
+        self._ahead: deque[PromptBatch] = deque()
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return self.rows
 
-    def current(self) -> PromptBatch:
+    def batches(self, count: int) -> list[PromptBatch]:
         """See :class:`TrainingBatches`."""
-        return self.dataset.batch(self._sampler.current())
-
-    def upcoming(self, count: int) -> list[PromptBatch]:
-        """See :class:`TrainingBatches`."""
-        return [self.dataset.batch(rows) for rows in self._sampler.upcoming(count)]
+        for rows in self.upcoming(count)[len(self._ahead) :]:
+            self._ahead.append(self.dataset.batch(rows))
+        return list(itertools.islice(self._ahead, count))
 
     def advance(self) -> None:
         """See :class:`TrainingBatches`."""
-        self._sampler.advance()
+        super().advance()
+        if self._ahead:
+            self._ahead.popleft()
 
     def restart(self) -> None:
         """See :class:`TrainingBatches`."""
-        self._sampler.set_epoch(0)
+        self.set_epoch(0)
+        self._ahead.clear()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :class:`TrainingBatches`."""
+        super().load_state_dict(state)
+        self._ahead.clear()
 
     def lengths(self) -> list[int]:
         """See :class:`TrainingBatches`."""
@@ -86,11 +103,3 @@ class ShuffledBatches:
     def fingerprint(self) -> str:
         """See :class:`TrainingBatches`."""
         return self.dataset.fingerprint()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See :class:`TrainingBatches`."""
-        return self._sampler.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :class:`TrainingBatches`."""
-        self._sampler.load_state_dict(state)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from agilerl.llm_envs.dataset.prompt_dataset import PromptBatch, PromptDataset
+from agilerl.llm_envs.dataset.prompt_dataset import PromptBatch, PromptDataset, join_batches
 
 
 class HeldOutRows:
@@ -25,10 +24,9 @@ class HeldOutRows:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    @property
-    def prompt_keys(self) -> array[int]:
+    def prompt_keys(self) -> Iterator[int]:
         """A number for every row of every set: equal where prompts are equal."""
-        return array("q", itertools.chain.from_iterable(each.prompt_keys for each in self._sets))
+        return itertools.chain.from_iterable(each.prompt_keys() for each in self._sets)
 
     def set_of(self, row: int) -> str | None:
         """Name of the set that a row is in."""
@@ -40,15 +38,7 @@ class HeldOutRows:
         for place, group in itertools.groupby(rows, self._place):
             start = self._starts[place]
             parts.append(self._sets[place].batch([row - start for row in group]))
-        return PromptBatch(
-            questions=[question for part in parts for question in part.questions],
-            answers=[answer for part in parts for answer in part.answers],
-            prompts=[prompt for part in parts for prompt in part.prompts],
-            columns={
-                name: [value for part in parts for value in part.columns[name]]
-                for name in parts[0].columns
-            },
-        )
+        return join_batches(parts)
 
     def chosen(self, count: int) -> list[int]:
         """``count`` rows of every set, drawn at random; all of one that has no more.

@@ -33,6 +33,19 @@ class PromptBatch:
     """Further columns, by name."""
 
 
+def join_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
+    """The rows of at least one batch, one after the other."""
+    return PromptBatch(
+        questions=[question for batch in batches for question in batch.questions],
+        answers=[answer for batch in batches for answer in batch.answers],
+        prompts=[prompt for batch in batches for prompt in batch.prompts],
+        columns={
+            column: [value for batch in batches for value in batch.columns[column]]
+            for column in batches[0].columns
+        },
+    )
+
+
 class PromptReader:
     """From rows to prompts, of either split.
 
@@ -129,12 +142,11 @@ class PromptDataset:
         self._lengths: list[int] | None = None
         # A chat template that refuses the roles fails here, not in training.
         reader.render(self._rows.take([0])[0], self._where(0))
-        self.prompt_keys = array(
-            "q",
-            (prompt_key(reader.conversations.read(row, where)) for row, where in self._each()),
-        )
-        """A number for every row, also those that do not fit: equal where prompts are equal."""
-        if max_context_length is not None:
+        self._keys: array[int] | None = None
+        # Either way every row is read, so that one that is no prompt fails here.
+        if max_context_length is None:
+            self.prompt_keys()
+        else:
             self._drop_long_prompts(max_context_length)
 
     def __len__(self) -> int:
@@ -157,6 +169,13 @@ class PromptDataset:
                     texts = []
             self._lengths += self._counted(texts)
         return self._lengths
+
+    def prompt_keys(self) -> array[int]:
+        """A number for every row that fits: equal where prompts are equal."""
+        if self._keys is None:
+            read = self._reader.conversations.read
+            self._keys = array("q", (prompt_key(read(row, where)) for row, where in self._each()))
+        return self._keys
 
     def fingerprint(self) -> str:
         """A digest of questions, answers, further columns and what makes prompts of them."""

@@ -17,7 +17,7 @@ _KINDS = (
 _STREAM = ", or a stream: IterableDataset.from_generator(...)"
 
 
-_TABLE_FORMATS = ("arrow", "pandas", "polars")
+TABLE_FORMATS = ("arrow", "pandas", "polars")
 """Formats in which rows are no dicts; values then come as Python objects."""
 
 
@@ -46,7 +46,7 @@ class DatasetRows:
     """
 
     def __init__(self, dataset: Dataset) -> None:
-        tables = dataset.format["type"] in _TABLE_FORMATS
+        tables = dataset.format["type"] in TABLE_FORMATS
         self._dataset = dataset.with_format(None) if tables else dataset
 
     @property
@@ -117,8 +117,9 @@ def read_rows(name: str, dataset: Any) -> Rows:
     else:
         require(
             not isinstance(dataset, IterableDataset),
-            f"{name} is a stream; every evaluation scores the same rows, so pass a list of some: "
-            "list(dataset.take(500))",
+            f"{name} is a stream; every evaluation scores the same rows, so pass a list of rows "
+            "that training skips: train_dataset=stream.skip(500), test_dataset="
+            "list(stream.take(500))",
             TypeError,
         )
         require(

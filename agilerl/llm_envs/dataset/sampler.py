@@ -52,23 +52,20 @@ class TrainingBatchSampler:
 
     def current(self) -> list[int]:
         """The rows of the present batch that are this process's share."""
-        permutation = _permutation(self.rows, self.seed, self.epoch)
-        return permutation[self.offset + self.rank : self._end() : self.num_replicas].tolist()
+        return self.upcoming(1)[0]
 
     def upcoming(self, count: int) -> list[list[int]]:
         """This process's share of the present batch and those after it, ``count`` in all."""
-        position, batches = (self.epoch, self.offset), []
+        epoch, offset, batches = self.epoch, self.offset, []
         for _ in range(count):
-            batches.append(self.current())
-            self.advance()
-        self.epoch, self.offset = position
+            permutation, end = _permutation(self.rows, self.seed, epoch), self._end(offset)
+            batches.append(permutation[offset + self.rank : end : self.num_replicas].tolist())
+            epoch, offset = self._after(epoch, offset)
         return batches
 
     def advance(self) -> None:
         """Go to the next batch."""
-        self.offset = self._end()
-        if self.offset >= self.rows:
-            self.set_epoch(self.epoch + 1)
+        self.epoch, self.offset = self._after(self.epoch, self.offset)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the first batch of an epoch."""
@@ -100,10 +97,15 @@ class TrainingBatchSampler:
         )
         self.seed, self.epoch, self.offset = state["seed"], state["epoch"], state["offset"]
 
-    def _end(self) -> int:
-        """Where the present batch of all processes ends."""
-        end = self.offset + self.batch_size * self.num_replicas
+    def _end(self, offset: int) -> int:
+        """Where the batch of all processes ends that begins at an offset."""
+        end = offset + self.batch_size * self.num_replicas
         return end if self.rows - end >= self.num_replicas else self.rows
+
+    def _after(self, epoch: int, offset: int) -> tuple[int, int]:
+        """Epoch and offset of the next batch."""
+        end = self._end(offset)
+        return (epoch, end) if end < self.rows else (epoch + 1, 0)
 
 
 @lru_cache(maxsize=2)

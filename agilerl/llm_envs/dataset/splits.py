@@ -13,7 +13,6 @@ from agilerl.llm_envs.dataset.held_out import HeldOutRows
 from agilerl.llm_envs.dataset.prompt_dataset import PromptDataset, PromptReader
 from agilerl.llm_envs.dataset.repetition import RepetitionCheck
 from agilerl.llm_envs.dataset.rows import Rows, read_rows
-from agilerl.llm_envs.dataset.sampler import TrainingBatchSampler
 from agilerl.llm_envs.dataset.stream import Stream
 from agilerl.llm_envs.dataset.streamed_batches import StreamedBatches
 
@@ -148,9 +147,8 @@ class Splits:
         train = PromptDataset("train_dataset", self.train, reader, max_context_length)
         test, repetition = self._held_out_prompts(reader, max_context_length)
         if repetition is not None:
-            repetition.trained_on(train.prompt_keys)
-        sampler = TrainingBatchSampler(len(train), batch_size, seed, rank, processes)
-        return ShuffledBatches(train, sampler), test
+            repetition.trained_on(train.prompt_keys())
+        return ShuffledBatches(train, batch_size, seed, rank, processes), test
 
     def _held_out_prompts(
         self, reader: PromptReader, max_context_length: int | None
@@ -164,5 +162,5 @@ class Splits:
             }
         )
         repetition = RepetitionCheck("test_dataset", "train_dataset", _HOLD_OUT)
-        repetition.evaluated_on(test.prompt_keys)
+        repetition.evaluated_on(test.prompt_keys())
         return test, repetition

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections import deque
@@ -11,13 +12,14 @@ from typing import Any
 
 from agilerl.checks import require
 from agilerl.llm_envs.dataset.fingerprint import fingerprint
-from agilerl.llm_envs.dataset.prompt_dataset import PromptBatch, PromptReader
+from agilerl.llm_envs.dataset.prompt_dataset import PromptBatch, PromptReader, join_batches
 from agilerl.llm_envs.dataset.repetition import RepetitionCheck, prompt_key
 from agilerl.llm_envs.dataset.stream import Stream
 
 logger = logging.getLogger(__name__)
 
-_ROWS_WITHOUT_PROMPT = 1000
+_LONG_ROWS_AT_THE_START = 1_000
+_LONG_ROWS_IN_A_ROW = 10_000
 _STATE = ("dataset_state", "dataset_state_offset", "epoch", "first_row", "offset")
 
 
@@ -26,6 +28,8 @@ class _Row:
     number: int
     """Rows before it in the pass."""
     values: dict[str, Any]
+    prompt: PromptBatch
+    """The row alone, so that its prompt is rendered and tokenised once."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class _Batch:
     epoch: int
     rows: list[_Row]
     """Of all processes."""
+    own: PromptBatch
+    """This process's share."""
     mark: _Mark
     """At or before the first row."""
 
@@ -86,9 +92,9 @@ class StreamedBatches:
         self.max_context_length, self.batch_size = max_context_length, batch_size
         self.rank, self.num_replicas = rank, num_replicas
         self._columns = reader.needed(stream.column_names)
-        self._ahead: deque[_Batch] = deque()
         reader.render(stream.head[0], self._where(0))
         self._open(0, _Mark(0, None))
+        self._rows = stream.first_rows()
 
     @property
     def epoch(self) -> int:
@@ -101,15 +107,11 @@ class StreamedBatches:
             "num_epochs, or pass a list of rows: list(dataset.take(1000))"
         )
 
-    def current(self) -> PromptBatch:
-        """See :class:`TrainingBatches`."""
-        return self.upcoming(1)[0]
-
-    def upcoming(self, count: int) -> list[PromptBatch]:
+    def batches(self, count: int) -> list[PromptBatch]:
         """See :class:`TrainingBatches`."""
         while len(self._ahead) < count:
             self._ahead.append(self._next_batch())
-        return [self._share(batch) for batch in itertools.islice(self._ahead, count)]
+        return [batch.own for batch in itertools.islice(self._ahead, count)]
 
     def advance(self) -> None:
         """See :class:`TrainingBatches`."""
@@ -141,7 +143,7 @@ class StreamedBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Read on from a state.
+        """Read on from a state. One that is refused leaves the position as it was.
 
         Raises:
             ValueError: Not a state of this class; the stream gives other rows there.
@@ -153,9 +155,10 @@ class StreamedBatches:
         )
         marks = [_Mark(state["dataset_state_offset"], state["dataset_state"]), _Mark(0, None)]
         for mark in marks:
-            if self._read_to(state, mark):
+            there = copy.copy(self)
+            if there._read_to(state, mark):
+                vars(self).update(vars(there))
                 return
-        self._open(0, _Mark(0, None))
         raise ValueError(
             f"{self._stream.name} gives another row {state['offset']} in pass {state['epoch']} "
             "than when state was saved, so the run cannot go on in the same order: build the "
@@ -180,7 +183,7 @@ class StreamedBatches:
 
     def _open(self, epoch: int, mark: _Mark) -> None:
         """Read a pass from a mark on; forget what was read before."""
-        self._ahead.clear()
+        self._ahead: deque[_Batch] = deque()
         self._begin(epoch, mark)
 
     def _begin(self, epoch: int, mark: _Mark) -> None:
@@ -189,6 +192,7 @@ class StreamedBatches:
         self._rows = self._stream.rows(epoch, mark.state)
         self._waiting: deque[_Row] = deque()
         self._ended = False
+        self._dropped_in_a_row = 0
         if epoch == 0:
             self._dropped = 0
 
@@ -207,7 +211,8 @@ class StreamedBatches:
         rows = [self._waiting.popleft() for _ in range(count)]
         while len(self._marks) > 1 and self._marks[1].offset <= rows[0].number:
             self._marks.pop(0)
-        batch = _Batch(self._epoch, rows, self._marks[0])
+        own = join_batches([row.prompt for row in rows[self.rank :: self.num_replicas]])
+        batch = _Batch(self._epoch, rows, own, self._marks[0])
         if not whole:
             self._end_pass()
         return batch
@@ -223,39 +228,54 @@ class StreamedBatches:
 
     def _fill(self, count: int) -> None:
         """Read until so many rows wait, or the pass is over."""
-        if self._stream.has_states and self._read > self._marks[-1].offset:
-            self._marks.append(_Mark(self._read, self._stream.state_dict()))
+        state = self._rows.state_dict() if self._read > self._marks[-1].offset else None
+        if state is not None:
+            self._marks.append(_Mark(self._read, state))
         while len(self._waiting) < count and not self._ended:
             read = next(self._rows, None)
             if read is None:
                 self._ended = True
                 return
-            row = _Row(self._read, {name: read.get(name) for name in self._columns})
+            values = {name: read.get(name) for name in self._columns}
+            where = self._where(self._read)
+            row = _Row(self._read, values, self._reader.batch([values], [where]))
             self._read += 1
-            if self._fits(row):
-                self._waiting.append(row)
-            require(
-                self._dropped < _ROWS_WITHOUT_PROMPT or self._dropped < self._read,
-                f"{self._stream.name}: none of the first {self._read} prompts fits into "
-                f"max_context_length={self.max_context_length} tokens (template included); raise "
-                "max_context_length or shorten conversation_template",
-            )
-
-    def _fits(self, row: _Row) -> bool:
-        where = self._where(row.number)
-        text = self._reader.render(row.values, where)
-        fits = len(self._reader.encoder.tokenize([text])[0]) <= self.max_context_length
-        if self._epoch == 0:
-            self._dropped += not fits
-            if self._repetition is not None:
-                conversation = self._reader.conversations.read(row.values, where)
+            if self._epoch == 0 and self._repetition is not None:
+                conversation = self._reader.conversations.read(values, where)
                 self._repetition.trained_on([prompt_key(conversation)])
-        return fits
+            tokens = row.prompt.prompts[0]["input_ids"].shape[1]
+            if tokens <= self.max_context_length:
+                self._waiting.append(row)
+                self._dropped_in_a_row = 0
+            else:
+                self._drop(row, tokens)
 
-    def _share(self, batch: _Batch) -> PromptBatch:
-        own = batch.rows[self.rank :: self.num_replicas]
-        return self._reader.batch(
-            [row.values for row in own], [self._where(row.number) for row in own]
+    def _drop(self, row: _Row, tokens: int) -> None:
+        """Count a row that is too long, and say so at the first one.
+
+        Raises:
+            ValueError: So many came one after the other that perhaps no other will come.
+        """
+        remedy = "raise max_context_length or shorten conversation_template"
+        if self._epoch == 0:
+            self._dropped += 1
+            if self._dropped == 1:
+                logger.warning(
+                    "%s is left out, and so will others be: its prompt has %d tokens (template "
+                    "included), more than max_context_length=%d.",
+                    *(self._where(row.number), tokens, self.max_context_length),
+                )
+        self._dropped_in_a_row += 1
+        require(
+            self._dropped_in_a_row < _LONG_ROWS_AT_THE_START or self._dropped_in_a_row < self._read,
+            f"{self._stream.name}: none of the first {self._read} prompts fits into "
+            f"max_context_length={self.max_context_length} tokens (template included); {remedy}",
+        )
+        require(
+            self._dropped_in_a_row < _LONG_ROWS_IN_A_ROW,
+            f"{self._stream.name}: of {self._dropped_in_a_row} rows up to row {row.number} no "
+            f"prompt fits into max_context_length={self.max_context_length} tokens (template "
+            f"included); {remedy}, or leave such rows out with dataset.filter(...)",
         )
 
     def _where(self, number: int) -> str:

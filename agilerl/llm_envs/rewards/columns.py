@@ -17,7 +17,15 @@ T = TypeVar("T")
 
 OF_COMPLETIONS = ("completion", "completion_ids", "finish_reason")
 """Columns that do not come from the dataset, whatever columns that has."""
-OFFERED = ("completion", "answer", "question", "prompt", "completion_ids", "finish_reason", "info")
+BUILT_IN_COLUMNS = (
+    "completion",
+    "answer",
+    "question",
+    "prompt",
+    "completion_ids",
+    "finish_reason",
+    "info",
+)
 """Columns that there are with any dataset."""
 
 
