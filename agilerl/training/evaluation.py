@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from agilerl.distributed import Ranks
     from agilerl.training.interrupts import GracefulStop
+    from agilerl.training.population import Member
+    from agilerl.training.protocols import Agent, EvaluationPlan
 
 _evaluations = count()
 
@@ -50,18 +53,6 @@ class StopCheck:
         elif not self._ranks.notified(self._event):
             return
         raise EvaluationStopped
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """How an agent is to be evaluated."""
-
-    before_answers: Callable[[], None]
-    """Called each time before it answers; raises ``EvaluationStopped`` to stop."""
-    rows: int | None = None
-    """Rows of each test set; None: all."""
-    samples: int | None = None
-    """Answers sampled per row; None: one, greedily."""
 
 
 class WatchedEnv:
@@ -110,6 +101,47 @@ class Evaluated:
     """As :attr:`agilerl.typing.Evaluation.rows`; so are ``sets`` and ``final_answers``."""
     sets: list[str] = field(default_factory=list)
     final_answers: list[str | None] = field(default_factory=list)
+
+
+def evaluate_members(
+    members: Sequence[Member],
+    plan: EvaluationPlan,
+    ranks: Ranks,
+    accuracy_threshold: float,
+    show: Callable[[Agent, Evaluation], None],
+) -> list[dict[str, float]] | None:
+    """Evaluate every agent.
+
+    Args:
+        members: Whose agents.
+        plan: How.
+        ranks: The processes, which must all call this.
+        accuracy_threshold: Answers with at least this reward are right.
+        show: Shows each agent's answers, those of this process.
+
+    Returns:
+        What it adds to the row of each; None: it was stopped, and nothing has changed.
+    """
+    entries = [len(member.agent.fitness) for member in members]
+    rows = []
+    try:
+        for member in members:
+            started = time.perf_counter()
+            rewards, own = member.collector.evaluate(member.agent, plan)
+            show(member.agent, own)
+            answers = evaluated(rewards, own, ranks)
+            rows.append(
+                {
+                    "evaluation_seconds": time.perf_counter() - started,
+                    "fitness": float(member.agent.fitness[-1]),
+                    **evaluation_statistics(answers, accuracy_threshold, plan.samples),
+                }
+            )
+    except EvaluationStopped:
+        for member, number in zip(members, entries, strict=True):
+            del member.agent.fitness[number:]
+        return None
+    return rows
 
 
 def evaluated(rewards: np.ndarray, own: Evaluation, ranks: Ranks) -> Evaluated:

@@ -5,11 +5,51 @@ from __future__ import annotations
 import copy
 import math
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.selection import Selection, best_of
 from agilerl.training.population import Population
+
+if TYPE_CHECKING:
+    from agilerl.training.logs.run_log import RunLog
+    from agilerl.training.options import TrainingOptions
+
+
+class Evolution:
+    """Makes the generations of a run, where its options ask for any.
+
+    Args:
+        population: Who trains.
+        options: Say how, and how often.
+        log: Where lineages go.
+    """
+
+    def __init__(self, population: Population, options: TrainingOptions, log: RunLog) -> None:
+        self._population, self._options, self._log = population, options, log
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether a generation follows this iteration."""
+        every = self._options.evo_steps
+        return every is not None and iteration % every == 0
+
+    def evolve(self, iteration: int) -> bool:
+        """Make the next generation if it is time for one; the members have been evaluated."""
+        population, selection, mutation = (
+            self._population,
+            self._options.tournament,
+            self._options.mutation,
+        )
+        made = population.generations[-1:]
+        if made and made[0]["iteration"] == iteration:
+            return False  # before the checkpoint that the run was resumed from
+        if selection is None or mutation is None or not self.is_due(iteration):
+            return False
+        seed = population.seed if selection.rand_seed is None else selection.rand_seed
+        next_generation(population, selection, mutation, iteration, seed)
+        self._log.write_lineage(population.generations)
+        self._log.show_generation(population.generations)
+        return True
 
 
 def next_generation(

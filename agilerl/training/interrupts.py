@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask a run to finish its iteration; a second Ctrl-C stops it at once."""
+"""Ctrl-C and SIGTERM ask a run to finish what it does and end; a second Ctrl-C stops it at once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class GracefulStop:
         with contextlib.suppress(OSError):
             os.write(
                 2,
-                f"\n{name}: finishing this iteration, then saving. "
+                f"\n{name}: finishing this iteration, or this batch of an evaluation, then saving. "
                 "Press Ctrl-C again to stop at once without saving.\n".encode(),
             )
 

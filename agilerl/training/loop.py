@@ -5,22 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from agilerl.algorithms.core.evaluation import EvaluationStopped
 from agilerl.distributed import Ranks
 from agilerl.training.callbacks.protocol import RunProgress
 from agilerl.training.callbacks.runner import CallbackRunner
 from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.checkpoint.run_state import FORMAT, random_streams, set_random_streams
-from agilerl.training.checkpoint.saver import Elite, Saver
+from agilerl.training.checkpoint.saver import Elite, Progress, Saver
 from agilerl.training.evaluation import (
-    EvaluationPlan,
     StopCheck,
-    evaluated,
-    evaluation_statistics,
+    evaluate_members,
 )
 from agilerl.training.experience import (
     Experience,
@@ -31,32 +27,18 @@ from agilerl.training.experience import (
     reward_statistics,
     time_statistics,
 )
-from agilerl.training.generation import next_generation
+from agilerl.training.generation import Evolution
 from agilerl.training.interrupts import GracefulStop, strongest
 from agilerl.training.logs.run_log import RunLog
 from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Best, Member, Population
-from agilerl.training.protocols import Row
+from agilerl.training.protocols import EvaluationPlan, Row
 from agilerl.training.rollouts import collect
 
 logger = logging.getLogger(__name__)
 
 FLAT_WINDOW = 10
 """Consecutive iterations without reward variance after which the log says so."""
-
-
-class Progress(Enum):
-    """What a call has done to its run, which decides whether there is something to save."""
-
-    UNTRAINED = auto()
-    """A new run before its first ``learn``: nothing would be lost."""
-    RESUMED = auto()
-    """At the checkpoint that the run was resumed from."""
-    EVALUATED = auto()
-    """As RESUMED, and the evaluation or generation that the checkpoint lacks has been made: saved
-    beside that checkpoint, as ``iteration_<number>_evaluated``."""
-    TRAINED = auto()
-    """At least one ``learn`` has been called."""
 
 
 class TrainingLoop:
@@ -94,6 +76,7 @@ class TrainingLoop:
         self._unevaluated: list[Row] | None = None  # rows whose evaluation a stop postponed
         self._before_evaluation: dict[str, Any] | None = None  # the state, if a stop ended one
         self._started = time.perf_counter()
+        self.evolution = Evolution(population, options, log)
         self.callbacks = CallbackRunner(options.callbacks or (), self.ranks)
         self._rows: list[Row] = []
         self._saved: Path | None = None
@@ -107,8 +90,10 @@ class TrainingLoop:
         if self.options.tournament is not None:
             self.log.write_lineage(self.population.generations)
         with GracefulStop() as stop:
+            ended = False
             try:
                 self._train_to_the_end(stop)
+                ended = True
                 signal_name = self._save_at_the_end(stop)
                 self._call("on_end", stopped_by=signal_name or self.callbacks.stop_reason)
             except Exception as error:
@@ -116,7 +101,7 @@ class TrainingLoop:
                 if self.callbacks.failed and trained:
                     evaluated = self.progress is Progress.EVALUATED
                     self.saver.save_after_callback(error, self.iteration, evaluated)
-                else:
+                elif not ended:
                     self.saver.rescue(error, self.iteration, trained)
                 raise
         return signal_name
@@ -217,7 +202,7 @@ class TrainingLoop:
             self._rows = rows
             self._call("on_evaluation")
         ended = self._at_bound() or self.callbacks.stop_reason is not None
-        evolved = resumed and not ended and self._evolve()
+        evolved = resumed and not ended and self.evolution.evolve(self.iteration)
         if evolved or (resumed and postponed):
             self.progress = Progress.EVALUATED
 
@@ -243,7 +228,7 @@ class TrainingLoop:
             self._call("on_evaluation")
             ended = ended or self.callbacks.stop_reason is not None
             if not ended:
-                self._evolve()
+                self.evolution.evolve(self.iteration)
         every = self.options.checkpoint_steps
         if every is not None and self.iteration % every == 0:
             self._save()
@@ -253,7 +238,7 @@ class TrainingLoop:
         return self.population.evaluates and (
             ended
             or self.iteration % self.options.evaluation_interval == 0
-            or self._evolution_is_due()
+            or self.evolution.is_due(self.iteration)
         )
 
     def _train(self, member: Member, collected: Experience) -> Row:
@@ -292,37 +277,25 @@ class TrainingLoop:
         self._unevaluated = rows
         if self._stop_requested(stop) is not None:
             return False
-        check, before = StopCheck(stop, self.ranks), self.state_dict()
-        entries = [len(member.agent.fitness) for member in self.population]
-        try:
-            results = [self._evaluated(member, check) for member in self.population]
-        except EvaluationStopped:
-            for member, number in zip(self.population, entries, strict=True):
-                del member.agent.fitness[number:]
+        before, options = self.state_dict(), self.options
+        check = StopCheck(stop, self.ranks)
+        plan = EvaluationPlan(check, options.evaluation_rows, options.evaluation_samples)
+        results = evaluate_members(
+            self.population.members,
+            plan,
+            self.ranks,
+            options.accuracy_threshold,
+            lambda agent, own: self.log.show_evaluation(agent, self.iteration, own),
+        )
+        if results is None:
             self._before_evaluation = before
             return False
         self._unevaluated = None
         for member, row, result in zip(self.population, rows, results, strict=True):
-            row.update(result)
+            row |= {**result, "wall_seconds": time.perf_counter() - self._started}
             member.agent.steps.append(member.steps)
         self._note_best()
         return True
-
-    def _evaluated(self, member: Member, check: StopCheck) -> Row:
-        """What an evaluation adds to a row."""
-        started = time.perf_counter()
-        options = self.options
-        plan = EvaluationPlan(check, options.evaluation_rows, options.evaluation_samples)
-        rewards, own = member.collector.evaluate(member.agent, plan)
-        self.log.show_evaluation(member.agent, self.iteration, own)
-        answers = evaluated(rewards, own, self.ranks)
-        now = time.perf_counter()
-        return {
-            "evaluation_seconds": now - started,
-            "wall_seconds": now - self._started,
-            "fitness": float(member.agent.fitness[-1]),
-            **evaluation_statistics(answers, options.accuracy_threshold, plan.samples),
-        }
 
     def _note_best(self) -> None:
         leader, best = self.population.leader.agent, self.population.best
@@ -331,25 +304,6 @@ class TrainingLoop:
         # One that could not be saved does not count, so that the next best is saved instead.
         if better and self.saver.save_elite(leader, trained=self.iteration > 0):
             self.population.best = Best(leader.index, fitness, self.iteration)
-
-    def _evolution_is_due(self) -> bool:
-        every = self.options.evo_steps
-        return every is not None and self.iteration % every == 0
-
-    def _evolve(self) -> bool:
-        """Make the next generation if it is time for one; the members have been evaluated."""
-        selection, mutation = self.options.tournament, self.options.mutation
-        made = self.population.generations[-1:]
-        if made and made[0]["iteration"] == self.iteration:
-            return False  # before the checkpoint that the run was resumed from
-        if selection is None or mutation is None or not self._evolution_is_due():
-            return False
-        own = selection.rand_seed
-        seed = self.population.seed if own is None else own
-        next_generation(self.population, selection, mutation, self.iteration, seed)
-        self.log.write_lineage(self.population.generations)
-        self.log.show_generation(self.population.generations)
-        return True
 
     def _row(self, member: Member) -> Row:
         return {

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
-from agilerl.training.evaluation import EvaluationPlan, WatchedEnv
+from agilerl.training.evaluation import WatchedEnv
 from agilerl.training.experience import (
     Experience,
     Sample,
     truncation_statistics,
 )
-from agilerl.training.protocols import Agent
+from agilerl.training.protocols import Agent, EvaluationPlan
 from agilerl.training.rollouts import roll_out
 
 if TYPE_CHECKING:

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
 from agilerl.checks import missing_members
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from agilerl.llm.config import SamplingConfig
-    from agilerl.training.evaluation import EvaluationPlan
     from agilerl.training.experience import Experience
     from agilerl.typing import Act, ActionResult, Evaluation, ExperiencesType
 
@@ -163,6 +163,18 @@ class DistributedEnv(SingleTurnEnv, Protocol):
 
     @property
     def num_processes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """How an agent is to be evaluated."""
+
+    before_answers: Callable[[], None]
+    """Called each time before it answers; raises ``EvaluationStopped`` to stop."""
+    rows: int | None = None
+    """Rows of each test set; None: all."""
+    samples: int | None = None
+    """Answers sampled per row; None: one, greedily."""
 
 
 class Collector(Protocol):

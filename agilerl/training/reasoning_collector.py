@@ -20,7 +20,7 @@ from agilerl.training.dynamic_sampling import (
     skip_flat_groups,
     varying,
 )
-from agilerl.training.evaluation import EvaluationPlan, WatchedEnv
+from agilerl.training.evaluation import WatchedEnv
 from agilerl.training.experience import (
     Experience,
     Sample,
@@ -28,6 +28,7 @@ from agilerl.training.experience import (
 )
 from agilerl.training.protocols import (
     Agent,
+    EvaluationPlan,
     FailureReportingEnv,
     FingerprintedEnv,
     HeldOutEnv,

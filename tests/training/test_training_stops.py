@@ -370,3 +370,15 @@ def test_a_failing_save_does_not_hide_the_crash(tmp_path: Path, caplog: Any) -> 
     assert "could not be saved (OSError('disk full')). Logs are in c" in caught.value.__notes__[0]
     assert "disk full" in caplog.text
     assert children(tmp_path / "c") == []
+
+
+def test_a_stop_whose_save_fails_says_so_once() -> None:
+    def cannot(agent: FakeAgent) -> None:
+        raise OSError("disk full")
+
+    agent = FakeAgent(on_learn=send(signal.SIGINT, in_iteration=2), on_save=cannot)
+    with pytest.raises(OSError, match="disk full") as caught:
+        train([agent], FakeGym(rows=99), max_steps=90, checkpoint_path="c")
+    assert caught.value.__notes__ == [
+        "Stopped by SIGINT after iteration 2, which could not be saved. The newest checkpoint: None"
+    ]

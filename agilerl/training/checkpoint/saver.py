@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,20 @@ from agilerl.training.population import Population
 from agilerl.training.protocols import Agent
 
 logger = logging.getLogger(__name__)
+
+
+class Progress(Enum):
+    """What a call has done to its run, which decides whether there is something to save."""
+
+    UNTRAINED = auto()
+    """A new run before its first ``learn``: nothing would be lost."""
+    RESUMED = auto()
+    """At the checkpoint that the run was resumed from."""
+    EVALUATED = auto()
+    """As RESUMED, and the evaluation or generation that the checkpoint lacks has been made: saved
+    beside that checkpoint, as ``iteration_<number>_evaluated``."""
+    TRAINED = auto()
+    """At least one ``learn`` has been called."""
 
 
 class Elite(contextlib.ExitStack):
