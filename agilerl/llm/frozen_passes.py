@@ -9,7 +9,7 @@ import torch
 from agilerl.distributed import Ranks
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import ForwardConfig, UpdateConfig
-from agilerl.llm.losses import quantile_over_ranks
+from agilerl.llm.losses import top_entropy_mask
 from agilerl.llm.plan import MiniBatch
 from agilerl.llm.policy import Policy
 
@@ -44,25 +44,11 @@ def with_frozen_passes(
     if update.top_entropy_quantile is not None:
         entropy = torch.zeros(batch.action_mask.shape, device=batch.device)
         logp = policy.frozen_logprobs(batch, update.role, forward, every, entropy_out=entropy)
-        mask = _top_entropy_mask(entropy, batch, plan, update.top_entropy_quantile, ranks)
+        mask = torch.zeros_like(batch.loss_mask)
+        for rows in (mini.rows for mini in plan):
+            chosen = entropy[rows], batch.loss_mask[rows]
+            mask[rows] = top_entropy_mask(*chosen, update.top_entropy_quantile, ranks)
         batch = replace(batch, top_entropy_mask=mask, old_logp=logp if update.needs_old else None)
     elif update.needs_old and len(plan) > 1:
         batch = replace(batch, old_logp=policy.frozen_logprobs(batch, update.role, forward, later))
     return batch
-
-
-def _top_entropy_mask(
-    entropy: torch.Tensor,
-    batch: TrainBatch,
-    plan: list[MiniBatch],
-    quantile: float,
-    ranks: Ranks,
-) -> torch.Tensor:
-    """``(B, S)`` bool: in each mini-batch of all ranks, the trained tokens not below a quantile."""
-    mask = torch.zeros_like(batch.loss_mask)
-    for mini_batch in plan:
-        rows = mini_batch.rows
-        trained, found = batch.loss_mask[rows], entropy[rows]
-        threshold = quantile_over_ranks(found[trained], quantile, ranks)
-        mask[rows] = trained & (found >= threshold)
-    return mask

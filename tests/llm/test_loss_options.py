@@ -32,6 +32,7 @@ from agilerl.llm.losses import (
     reduction_counts,
     reduction_weights,
     sampler_correction,
+    top_entropy_mask,
 )
 
 MODES: tuple[ImportanceCorrection, ...] = (
@@ -270,7 +271,18 @@ def test_of_a_hundred_tokens_the_twenty_with_most_entropy_are_kept() -> None:
     threshold = quantile_over_ranks(numbers, 0.8, Ranks())
     assert sorted(numbers[numbers >= threshold].tolist()) == sorted(numbers.tolist())[80:]
     assert quantile_over_ranks(numbers[:0], 0.8, Ranks()) == 0.0
-    assert quantile_over_ranks(torch.tensor([-1e-7, 0.5]), 0.5, Ranks()) == 0.5
+
+
+def test_of_certain_tokens_rounding_chooses_none() -> None:
+    entropy = torch.tensor([[-1e-8, 0.0, 0.7], [0.0, -1e-9, 0.0]])
+    assert torch.equal(top_entropy_mask(entropy, entropy >= -1, 0.5, Ranks()), entropy >= -1)
+    chosen = top_entropy_mask(entropy, MASK, 0.9, Ranks())
+    assert chosen.nonzero().tolist() == [[0, 2]]
+    minus_zero = -torch.zeros(3)
+    assert quantile_over_ranks(minus_zero, 0.5, Ranks()) == 0.0
+    # What is not trained neither counts nor is chosen.
+    entropy[1, 2] = 9.0
+    assert torch.equal(top_entropy_mask(entropy, MASK, 0.9, Ranks()), chosen)
 
 
 def shares(mask: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ Functions of tensors only: no agent, no device, no configuration object but the 
 :class:`~agilerl.llm.config.LossConfig`. docs/losses.md has the formulas.
 """
 
-from agilerl.llm.losses.entropy import quantile_over_ranks
+from agilerl.llm.losses.entropy import quantile_over_ranks, top_entropy_mask
 from agilerl.llm.losses.importance import SamplerCorrection, pooled_log_ratio, sampler_correction
 from agilerl.llm.losses.objectives import (
     LOSS_TABLE,
@@ -32,5 +32,6 @@ __all__ = [
     "reduction_counts",
     "reduction_weights",
     "sampler_correction",
+    "top_entropy_mask",
     "weighted_loss",
 ]

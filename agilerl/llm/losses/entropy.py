@@ -14,6 +14,21 @@ from agilerl.distributed import Ranks
 _BITS = (11, 10, 10)  # of a float32 without its sign
 
 
+def top_entropy_mask(
+    entropy: torch.Tensor, mask: torch.Tensor, quantile: float, ranks: Ranks
+) -> torch.Tensor:
+    """``(B, S)`` bool: the tokens of a mini-batch of all ranks whose entropy reaches a quantile.
+
+    Args:
+        entropy: ``(B, S)`` in nats.
+        mask: ``(B, S)`` bool, the tokens that count.
+        quantile: Within (0, 1): 0.8 keeps a fifth.
+        ranks: The processes that train together; a collective.
+    """
+    entropy = entropy.clamp(min=0)  # of certain tokens it is 0, up to rounding
+    return mask & (entropy >= quantile_over_ranks(entropy[mask], quantile, ranks))
+
+
 def quantile_over_ranks(values: torch.Tensor, quantile: float, ranks: Ranks) -> float:
     """The least of all ranks' values that is not below their quantile.
 
@@ -24,14 +39,15 @@ def quantile_over_ranks(values: torch.Tensor, quantile: float, ranks: Ranks) -> 
     are; so ranks exchange a few thousand counts, however many values they have.
 
     Args:
-        values: ``(N,)`` of this rank, at least 0 beyond rounding.
+        values: ``(N,)`` of this rank, at least 0.
         quantile: Within [0, 1].
         ranks: The processes whose values count; a collective.
 
     Returns:
         The value; 0 if there are none.
     """
-    bits = values.detach().float().clamp(min=0).contiguous().view(torch.int32)
+    # Adding 0 turns -0.0, whose bits are those of the largest negative number, into 0.0.
+    bits = (values.detach().float() + 0.0).view(torch.int32)
     count = int(ranks.sum(torch.tensor(bits.numel())))
     if not count:
         return 0.0
