@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from agilerl.llm_envs.episode_failures import EnvironmentFailure
 from agilerl.llm_envs.episodes import Episodes
+from agilerl.llm_envs.failures import WrongRewardError
 from agilerl.llm_envs.reasoning import ReasoningGym
 from agilerl.llm_envs.rewards import RewardError, RewardFunction, RewardFunctions, RewardPool
 from agilerl.llm_envs.seeds import EVALUATION_SEED_START, row_of_seed
@@ -31,5 +32,6 @@ __all__ = [
     "SyncMultiTurnVecEnv",
     "TokenObservationWrapper",
     "ToolEnv",
+    "WrongRewardError",
     "row_of_seed",
 ]

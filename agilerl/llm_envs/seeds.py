@@ -13,6 +13,12 @@ from agilerl.typing import Act, Evaluation, MultiTurnEnv
 EVALUATION_SEED_START = 1_000_000_000
 """Evaluation episodes have the seeds from here on; training seeds are below."""
 
+USE_ROW_OF_SEED = (
+    f"evaluation seeds begin at {EVALUATION_SEED_START}: where a seed chooses a row of data, use "
+    "agilerl.llm_envs.row_of_seed(seed, train, test)"
+)
+"""Remedy, for messages."""
+
 Row = TypeVar("Row")
 
 

@@ -13,20 +13,15 @@ import torch
 
 from agilerl.checks import COUNT, OPTIONAL_COUNT, Number, require
 from agilerl.llm_envs.completion_checks import check_answer_length, check_completions
-from agilerl.llm_envs.dataset.repetition import RepetitionCheck
+from agilerl.llm_envs.dataset.repetition import RepetitionCheck, key_of_ids
 from agilerl.llm_envs.environment_pool import EnvironmentPool
 from agilerl.llm_envs.episode import Episode, check_groups
 from agilerl.llm_envs.episode_failures import BatchFailures, FailureBound, failed_episodes
 from agilerl.llm_envs.episodes import Episodes, stack_episodes
 from agilerl.llm_envs.failures import EvaluationRows, FailurePolicy, OnFailure
-from agilerl.llm_envs.seeds import EVALUATION_SEED_START
+from agilerl.llm_envs.seeds import EVALUATION_SEED_START, USE_ROW_OF_SEED
 from agilerl.llm_envs.timeouts import TimeoutExecutor
 from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
-
-_KEEP_APART = (
-    f"evaluation seeds begin at {EVALUATION_SEED_START}: where a seed chooses a row of data, use "
-    "agilerl.llm_envs.row_of_seed(seed, train, test)"
-)
 
 
 class SyncMultiTurnVecEnv:
@@ -120,7 +115,7 @@ class SyncMultiTurnVecEnv:
         """Those in play; none between batches."""
         self._seconds = {"generation_seconds": 0.0, "environment_seconds": 0.0}
         self._handed_out = 0.0
-        self._repetition = RepetitionCheck("evaluation", "training", _KEEP_APART)
+        self._repetition = RepetitionCheck("evaluation", "training", USE_ROW_OF_SEED)
         self._failures = BatchFailures(self.policy, 0)
         self.failures = 0
         """Episodes so far that failed."""
@@ -156,7 +151,7 @@ class SyncMultiTurnVecEnv:
         episodes, self._episodes = self._episodes, []
         check_groups(episodes, self.group_size)
         self._episodes = episodes
-        self._repetition.trained_on(_keys(prompts))
+        self._repetition.trained_on(map(key_of_ids, prompts))
         return prompts
 
     def step(
@@ -274,7 +269,7 @@ class SyncMultiTurnVecEnv:
             first_prompts += prompts
             self._run_to_end(act, prompts)
             played += self._episodes
-        self._repetition.evaluated_on(_keys(first_prompts))
+        self._repetition.evaluated_on(map(key_of_ids, first_prompts))
         self._episodes = []
         return self._stacked(played)
 
@@ -322,8 +317,3 @@ class SyncMultiTurnVecEnv:
 def _prompts(episodes: Sequence[Episode]) -> list[ReasoningPrompts]:
     """The prompts to answer."""
     return [episode.prompt for episode in episodes if episode.prompt is not None]
-
-
-def _keys(prompts: Sequence[ReasoningPrompts]) -> list[int]:
-    """The same numbers, in this process, for the same prompts."""
-    return [hash(prompt["input_ids"].cpu().numpy().tobytes()) for prompt in prompts]

@@ -184,7 +184,7 @@ def test_rows_are_read_as_they_are_needed(make: MakeEnv) -> None:
     env = make(generated(3).repeat(None), data_batch_size_per_gpu=4)
     for _ in range(100):
         step(env)
-    kept = env._train._ahead, env._train._waiting, env._train._marks
+    kept = env._train._ahead, env._train._waiting, env._train._checkpoints
     assert [len(each) for each in kept] == [1, 1, 2]
     assert env.num_epochs == 0
     assert env.state_dict()["offset"] == 400

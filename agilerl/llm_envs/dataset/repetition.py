@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from agilerl.checks import warn_once
 from agilerl.llm.prompts import Conversation
+from agilerl.typing import ReasoningPrompts
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +19,11 @@ _LARGE_SHARE = 0.1
 def prompt_key(conversation: Conversation) -> int:
     """The same number, in this process, for the same messages."""
     return hash(repr(conversation))
+
+
+def key_of_ids(prompt: ReasoningPrompts) -> int:
+    """The same number, in this process, for the same token ids."""
+    return hash(prompt["input_ids"].cpu().numpy().tobytes())
 
 
 class RepetitionCheck:

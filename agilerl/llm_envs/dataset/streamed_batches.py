@@ -33,7 +33,7 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _Checkpoint:
     """From where rows can be read again."""
 
     offset: int
@@ -49,7 +49,7 @@ class _Batch:
     """Of all processes."""
     own: PromptBatch
     """This process's share."""
-    mark: _Mark
+    checkpoint: _Checkpoint
     """At or before the first row."""
 
     def first_row(self) -> str:
@@ -93,7 +93,7 @@ class StreamedBatches:
         self.rank, self.num_replicas = rank, num_replicas
         self._columns = reader.needed(stream.column_names)
         reader.render(stream.head[0], self._where(0))
-        self._open(0, _Mark(0, None))
+        self._open(0, _Checkpoint(0, None))
         self._rows = stream.first_rows()
 
     @property
@@ -120,7 +120,7 @@ class StreamedBatches:
 
     def restart(self) -> None:
         """See :class:`TrainingBatches`."""
-        self._open(0, _Mark(0, None))
+        self._open(0, _Checkpoint(0, None))
 
     def lengths(self) -> list[int]:
         """The longest that a prompt can be, as the rows are not there to be counted."""
@@ -138,8 +138,8 @@ class StreamedBatches:
             "epoch": batch.epoch,
             "offset": batch.rows[0].number,
             "first_row": batch.first_row(),
-            "dataset_state": batch.mark.state,
-            "dataset_state_offset": batch.mark.offset,
+            "dataset_state": batch.checkpoint.state,
+            "dataset_state_offset": batch.checkpoint.offset,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,10 +153,13 @@ class StreamedBatches:
             f"state has the keys {sorted(state)}, expected {list(_STATE)}; pass what state_dict() "
             "returned",
         )
-        marks = [_Mark(state["dataset_state_offset"], state["dataset_state"]), _Mark(0, None)]
-        for mark in marks:
+        checkpoints = [
+            _Checkpoint(state["dataset_state_offset"], state["dataset_state"]),
+            _Checkpoint(0, None),
+        ]
+        for checkpoint in checkpoints:
             there = copy.copy(self)
-            if there._read_to(state, mark):
+            if there._read_to(state, checkpoint):
                 vars(self).update(vars(there))
                 return
         raise ValueError(
@@ -165,10 +168,10 @@ class StreamedBatches:
             "stream from the same files, and shuffle with a seed: dataset.shuffle(seed=42)"
         )
 
-    def _read_to(self, state: Mapping[str, Any], mark: _Mark) -> bool:
-        """Go to a state by way of a mark; whether its row is there."""
-        self._open(state["epoch"], mark)
-        skipped = state["offset"] - mark.offset
+    def _read_to(self, state: Mapping[str, Any], checkpoint: _Checkpoint) -> bool:
+        """Go to a state by way of a checkpoint; whether its row is there."""
+        self._open(state["epoch"], checkpoint)
+        skipped = state["offset"] - checkpoint.offset
         self._read += sum(1 for _ in itertools.islice(self._rows, skipped))
         if self._read < state["offset"]:
             return False
@@ -181,15 +184,15 @@ class StreamedBatches:
             self._ahead.append(self._next_batch())
         return self._ahead[0]
 
-    def _open(self, epoch: int, mark: _Mark) -> None:
-        """Read a pass from a mark on; forget what was read before."""
+    def _open(self, epoch: int, checkpoint: _Checkpoint) -> None:
+        """Read a pass from a checkpoint on; forget what was read before."""
         self._ahead: deque[_Batch] = deque()
-        self._begin(epoch, mark)
+        self._begin(epoch, checkpoint)
 
-    def _begin(self, epoch: int, mark: _Mark) -> None:
-        self._epoch, self._read = epoch, mark.offset
-        self._marks = [mark]
-        self._rows = self._stream.rows(epoch, mark.state)
+    def _begin(self, epoch: int, checkpoint: _Checkpoint) -> None:
+        self._epoch, self._read = epoch, checkpoint.offset
+        self._checkpoints = [checkpoint]
+        self._rows = self._stream.rows(epoch, checkpoint.state)
         self._waiting: deque[_Row] = deque()
         self._ended = False
         self._dropped_in_a_row = 0
@@ -209,10 +212,10 @@ class StreamedBatches:
         whole = len(self._waiting) >= size + self.num_replicas
         count = size if whole else len(self._waiting)
         rows = [self._waiting.popleft() for _ in range(count)]
-        while len(self._marks) > 1 and self._marks[1].offset <= rows[0].number:
-            self._marks.pop(0)
+        while len(self._checkpoints) > 1 and self._checkpoints[1].offset <= rows[0].number:
+            self._checkpoints.pop(0)
         own = join_batches([row.prompt for row in rows[self.rank :: self.num_replicas]])
-        batch = _Batch(self._epoch, rows, own, self._marks[0])
+        batch = _Batch(self._epoch, rows, own, self._checkpoints[0])
         if not whole:
             self._end_pass()
         return batch
@@ -224,13 +227,13 @@ class StreamedBatches:
                 "max_context_length=%d tokens.",
                 *(self._stream.name, self._dropped, self._read, self.max_context_length),
             )
-        self._begin(self._epoch + 1, _Mark(0, None))
+        self._begin(self._epoch + 1, _Checkpoint(0, None))
 
     def _fill(self, count: int) -> None:
         """Read until so many rows wait, or the pass is over."""
-        state = self._rows.state_dict() if self._read > self._marks[-1].offset else None
+        state = self._rows.state_dict() if self._read > self._checkpoints[-1].offset else None
         if state is not None:
-            self._marks.append(_Mark(self._read, state))
+            self._checkpoints.append(_Checkpoint(self._read, state))
         while len(self._waiting) < count and not self._ended:
             read = next(self._rows, None)
             if read is None:
