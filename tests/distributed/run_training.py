@@ -45,8 +45,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-# Data are no matter of the setting.
-NAMES = [name for name in RUNS if name != "streamed"]
+# What is drawn is no matter of the setting.
+NAMES = [name for name in RUNS if name not in ("streamed", "resampled")]
 
 
 class Errors(logging.Handler):

@@ -189,6 +189,17 @@ def test_a_stream_is_shared_and_resumed_as_a_dataset(exact: Path) -> None:
         assert own[2 * epoch + 2] == order[4:7:2]
 
 
+def test_all_ranks_draw_further_prompts_when_one_lacks_variance(exact: Path) -> None:
+    run = exact / "ddp_resampled_whole"
+    assert_same(run, exact / "ddp_resampled_parts")
+    of_ranks = [result(run, rank) for rank in (0, 1)]
+    assert of_ranks[0]["of_all"] == of_ranks[1]["of_all"]
+    trained = [row for row in metrics(run) if row["reward_mean"]]
+    assert {row["resamples"] for row in trained} & {"1.0", "2.0"}
+    drawn = [int(row["steps"]) for row in trained]
+    assert all(after - before >= 3 for before, after in zip([0, *drawn], drawn, strict=False))
+
+
 def asked_by_rank_0(run: Path) -> dict[int, list[str]]:
     """Questions of its samples by iteration."""
     asked: dict[int, list[str]] = {}

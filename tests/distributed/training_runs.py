@@ -132,13 +132,15 @@ def make_agent(accelerator: Any, hook: Hook) -> GRPO:
     return agent
 
 
-def reasoning_gym(accelerator: Any, train: Any = None) -> ReasoningGym:
+def reasoning_gym(
+    accelerator: Any, train: Any = None, reward: Callable[..., float] = even_bytes
+) -> ReasoningGym:
     """7 rows over two processes: batches of 4 and 3."""
     return ReasoningGym(
         train_dataset=sums(7) if train is None else train,
         test_dataset=sums(3),
         tokenizer=TOKENIZER,
-        reward_fn=even_bytes,
+        reward_fn=reward,
         conversation_template=[{"role": "user", "content": "{question}"}],
         data_batch_size_per_gpu=2,
         reward_workers=1,  # so that the noise comes in the same order
@@ -163,6 +165,23 @@ def reasoning(run: Path, accelerator: Any, iterations: int = 4, hook: Hook = not
     steps, options = 14 * iterations // 4, _options(run, accelerator)
     finetune_llm_reasoning([agent], reasoning_gym(accelerator), max_steps=steps, **options)
     return agent
+
+
+def resampled(run: Path, accelerator: Any, iterations: int = 4) -> GRPO:
+    """About every fourth group is flat; each iteration draws at least once more on all ranks."""
+    agent = make_agent(accelerator, nothing)
+    env = reasoning_gym(accelerator, reward=flat_on_rank_0)
+    steps = 14 * iterations // 4 * 2
+    options: dict[str, Any] = {"zero_variance": "resample", "max_resamples": 2}
+    finetune_llm_reasoning([agent], env, max_steps=steps, **options, **_options(run, accelerator))
+    return agent
+
+
+def flat_on_rank_0(completion: str, answer: str, question: str) -> float:
+    """Rank 0 finds no variance in the first batch of a pass, rank 1 always does."""
+    if RANK == 0:
+        return 0.0 if int(answer) < 6 else even_bytes(completion, answer, question)
+    return even_bytes(completion, answer, question)
 
 
 def evolution(run: Path, accelerator: Any, iterations: int = 4) -> list[GRPO]:
@@ -199,7 +218,7 @@ def multi_turn(run: Path, accelerator: Any, iterations: int = 4, hook: Hook = no
 
 
 RUNS: dict[str, Callable[..., GRPO]] = {
-    "reasoning": reasoning, "multi_turn": multi_turn, "streamed": streamed
+    "reasoning": reasoning, "multi_turn": multi_turn, "streamed": streamed, "resampled": resampled
 }  # fmt: skip
 
 

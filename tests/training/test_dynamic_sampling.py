@@ -9,8 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from resume_helpers import (
+    TOKENIZER,
+    dataset,
+    differences,
+    everything,
+    make_agents,
+    reseed,
+    rows_of,
+    run_reasoning,
+    seed_all,
+)
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.algorithms import GRPO
+from agilerl.llm_envs import ReasoningGym
 from agilerl.training.dynamic_sampling import DynamicSampling, fill_up
 from agilerl.training.experience import Experience
 from agilerl.training.train_llm import finetune_llm_reasoning
@@ -84,6 +97,32 @@ def test_agents_that_share_an_environment_draw_in_turn(tmp_path: Path) -> None:
     )
     assert learned_prompts(agents[0], 0) == [1, 2]
     assert learned_prompts(agents[1], 0) == [4, 6]
+
+
+def drawing_run(path: Path, **options: Any) -> list[GRPO]:
+    """Two agents on one environment, whose rewards are 0 and 1: some groups are flat."""
+    env = ReasoningGym(
+        dataset("train", 7),
+        dataset("test", 3),
+        TOKENIZER,
+        lambda completion: float(len(completion) % 2),
+        [{"role": "user", "content": "{question}"}],
+        data_batch_size_per_gpu=2,
+    )
+    settings = {"zero_variance": "resample", "max_steps": 20, "keep_checkpoints": 99} | options
+    return run_reasoning(path, env=env, pop=make_agents(optimizer=torch.optim.Adagrad), **settings)
+
+
+def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path: Path) -> None:
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    seed_all()
+    expected = everything(whole, drawing_run(whole))
+    drawn = {row["resamples"] for row in rows_of(whole) if row["resamples"]}
+    assert len(drawn) > 1, "iterations differ in how much they draw"
+    reseed()
+    start, elite = whole / "iteration_00000001", other / "elite"
+    resumed = everything(other, drawing_run(other, resume_from=start, elite_path=elite))
+    assert set(differences(resumed, expected)) <= {"elite"}
 
 
 def experience(rewards: list[list[float]], **changes: Any) -> Experience:
