@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 def test_code_and_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", PAGE, flags=re.DOTALL)
-    assert sum(bool(shown) for _, shown in blocks) == len(blocks) - 1 == 3
+    assert sum(bool(shown) for _, shown in blocks) == len(blocks) - 1 == 4
     names: dict[str, Any] = {"__name__": "page"}
     for code, shown in blocks:
         printed = io.StringIO()

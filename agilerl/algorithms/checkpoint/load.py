@@ -23,7 +23,7 @@ from agilerl.llm.checkpoint import lora_merging
 from agilerl.llm.checkpoint.checkpoint_files import SavedAdapter, SavedCheckpoint, read_checkpoint
 from agilerl.llm.engine.accelerator_config import rank_batch_size
 from agilerl.llm.engine.local import LocalEngine
-from agilerl.llm.engine.saved_state import fitting_state
+from agilerl.llm.engine.saved_state import restored
 from agilerl.llm.shared_base import base_tensors
 from agilerl.llm.update import SkippedSteps
 
@@ -186,7 +186,7 @@ def fit(
     with policy.replace_adapters(merged or {}, agent.seed):
         fitted = {r: lora_merging.fit_adapter(policy, r, a) for r, a in adapters.items()}
         if saved.optimizer is not None and not merged:
-            engine = _restored_engine(agent, saved.optimizer, keep_lr)
+            engine = restored(agent._build_engine(), saved.optimizer, keep_lr)
     return SavedAgent(agent, base, fitted, engine)
 
 
@@ -260,21 +260,3 @@ def check_same_shapes(live: Mapping[str, torch.Tensor], saved: Mapping[str, torc
 def _warn(agent: LoRAAgent, message: str, *args: Any) -> None:
     if ranks_of(agent.accelerator).rank == 0:
         logger.warning(message, *args)
-
-
-def _restored_engine(agent: LoRAAgent, state: Any, keep_lr: bool) -> LocalEngine:
-    """A new engine for the agent with a saved optimizer and schedule.
-
-    Raises:
-        ValueError: If the state is damaged or that of other parameters.
-    """
-    engine = agent._build_engine()
-    try:
-        engine.load_state_dict(fitting_state(engine, state), keep_lr=keep_lr)
-    except Exception as error:  # whatever torch runs into in content that is not its own
-        engine.close()
-        raise ValueError(
-            "the checkpoint's optimizer state is damaged, or that of another model or optimizer "
-            f"({error!r}); load without load_optimizer, or use another checkpoint"
-        ) from error
-    return engine

@@ -13,7 +13,24 @@ PLACE = ("params", "lr", "initial_lr")
 """Of a saved group of AdamW. Betas, weight decay and so on are the engine's own."""
 
 
-def fitting_state(engine: LocalEngine, state: Mapping[str, Any]) -> dict[str, Any]:
+def restored(engine: LocalEngine, state: Mapping[str, Any], keep_lr: bool) -> LocalEngine:
+    """A new engine, with a saved optimizer and schedule; closed if it does not take them.
+
+    Raises:
+        ValueError: If the state is damaged, or that of another optimizer or other parameters.
+    """
+    try:
+        engine.load_state_dict(_fitting_state(engine, state), keep_lr=keep_lr)
+    except Exception as error:  # whatever torch runs into in content that is not its own
+        engine.close()
+        raise ValueError(
+            "the checkpoint's optimizer state is damaged, or that of another model or optimizer "
+            f"({error!r}); load without load_optimizer, or use another checkpoint"
+        ) from error
+    return engine
+
+
+def _fitting_state(engine: LocalEngine, state: Mapping[str, Any]) -> dict[str, Any]:
     """A saved state as :meth:`LocalEngine.load_state_dict` takes it.
 
     Raises:
