@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from agilerl.training.logs.terminal import in_notebook
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -27,6 +30,7 @@ class GracefulStop:
         self.requested: str | None = None
         """Name of the signal that asked for the stop, None while there was none."""
         self._previous: dict[signal.Signals, Any] = {}
+        self._in_notebook = in_notebook()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -62,12 +66,16 @@ class GracefulStop:
             return
         # print() is not safe here: the signal may have interrupted another print(). Nor is there
         # always a reader left: in `train.py 2>&1 | tee log` the same Ctrl-C ends tee.
+        again = "Interrupt the kernel" if self._in_notebook else "Press Ctrl-C"
+        message = (
+            f"\n{name}: finishing this iteration, or this batch of an evaluation, then saving. "
+            f"{again} again to stop at once without saving.\n"
+        )
+        if self._in_notebook:  # its stream may be written to here, and the file is not shown
+            sys.stderr.write(message)
+            return
         with contextlib.suppress(OSError):
-            os.write(
-                2,
-                f"\n{name}: finishing this iteration, or this batch of an evaluation, then saving. "
-                "Press Ctrl-C again to stop at once without saving.\n".encode(),
-            )
+            os.write(2, message.encode())
 
 
 _active: weakref.WeakSet[GracefulStop] = weakref.WeakSet()

@@ -114,9 +114,7 @@ class TrainingLoop:
             ended = self._run_iteration(stop)
         if (reason := self.callbacks.stop_reason) is not None:
             message = f"Stopped after iteration {self.iteration}. {reason}"
-            if self.ranks.rank == 0:
-                logger.info(message)
-            self.log.say(message)
+            self.log.report(logger, message)
 
     def _save_at_the_end(self, stop: GracefulStop) -> str | None:
         """The signal that stopped any of the processes, also while saving."""

@@ -27,6 +27,7 @@ from agilerl.training.checkpoint.run_state import check_plain, write_json
 from agilerl.training.checkpoint.saver import Elite
 from agilerl.training.logs.resumed_files import take_over_logs
 from agilerl.training.logs.run_log import NoLog, RunLog
+from agilerl.training.logs.terminal import in_notebook
 from agilerl.training.loop import TrainingLoop
 from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Population
@@ -172,9 +173,15 @@ def _log_run_directory(
     message = f"Run directory: {directory.path}"
     if checkpoint is not None:
         message += f", resumed from {checkpoint.path} (iteration {checkpoint.state['iteration']})"
-    logger.info(message)
-    if options.verbose:
-        log.say(message)
+    if not options.verbose:
+        logger.info(message)
+        return
+    log.report(logger, message)
+    if in_notebook():
+        log.say(
+            "Interrupt the kernel (the square button) to end the run after its current iteration, "
+            "with a checkpoint; interrupt it twice to end it at once."
+        )
 
 
 def _resumptions(checkpoint: RunCheckpoint) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from agilerl.llm.update import NonFiniteUpdateError
 from agilerl.training.checkpoint.run_checkpoint import checkpoint_name, complete_checkpoints
 from agilerl.training.checkpoint.run_directory import RunDirectory, lock_until_closed
 from agilerl.training.logs.run_log import RunLog
+from agilerl.training.logs.terminal import is_printed_by_logging
 from agilerl.training.population import Population
 from agilerl.training.protocols import Agent
 
@@ -171,9 +172,7 @@ class Saver:
         message += f". Saved to {where}"
         if self.elite is not None and self.elite.saved:
             message += f"; the best agent so far is in {self.elite.path}"
-        if self.ranks.rank == 0:
-            logger.info(message)
-        self.log.say(message)
+        self.log.report(logger, message)
 
     def save_after_callback(self, error: Exception, iteration: int, evaluated: bool) -> None:
         """Save the run before ``error`` of a callback is raised; note in it where.
@@ -235,7 +234,8 @@ class Saver:
             )
             if self.ranks.rank == 0:
                 logger.error(message, exc_info=error)
-            self.log.say(message)
+            if not is_printed_by_logging(logger, logging.ERROR):
+                self.log.say(message)
             return False
         return True
 

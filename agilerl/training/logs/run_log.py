@@ -25,6 +25,7 @@ from agilerl.training.logs.files import (
 )
 from agilerl.training.logs.generation_table import generation_table
 from agilerl.training.logs.progress_bar import ProgressBar
+from agilerl.training.logs.terminal import is_printed_by_logging
 from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Best
 from agilerl.training.protocols import Agent, Row
@@ -153,6 +154,12 @@ class RunLog:
         """Print a line to the user."""
         self._bar.say(message)
 
+    def report(self, source: logging.Logger, message: str, level: int = logging.INFO) -> None:
+        """Log a message, and print it unless a handler of the log does so."""
+        source.log(level, message)
+        if not is_printed_by_logging(source, level):
+            self.say(message)
+
     def close(self, failed: bool = False) -> None:
         """Close all; ``failed`` marks the W&B run as crashed."""
         self._bar.close()
@@ -246,6 +253,9 @@ class NoLog(RunLog):
 
     def say(self, message: str) -> None:
         """Do nothing; rank 0 prints it."""
+
+    def report(self, source: logging.Logger, message: str, level: int = logging.INFO) -> None:
+        """Do nothing; rank 0 does it."""
 
     def close(self, failed: bool = False) -> None:
         """Do nothing."""
