@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -41,12 +42,17 @@ class BatchFailures:
     failed_before: int = 0
     """Of earlier episodes among these."""
     training: bool = True
+    of_several: bool = False
+    """Whether other processes have a part of the batch or evaluation. They could not be told that
+    this one has given up, and would wait for it: so all failures are counted together, after it."""
     counted: set[int] = field(default_factory=set)
     """Episodes in play whose failures are counted."""
 
     @property
     def bound(self) -> FailureBound:
         """How many of the episodes in play may fail."""
+        if self._is_counted_later:
+            return FailureBound(math.inf)
         return FailureBound(self.policy.limit(self.total) - self.failed_before)
 
     @property
@@ -58,6 +64,10 @@ class BatchFailures:
         """
         share = self.policy.max_failure_share * self.total - self.failed_before
         return FailureBound(max(share, 1.0), timeouts_only=True)
+
+    @property
+    def _is_counted_later(self) -> bool:
+        return self.of_several and self.policy.on_failure != "raise"
 
     def count(self, episodes: Sequence[Episode]) -> tuple[int, int]:
         """Episodes that failed since the last count, and how many of them ran out of time."""
@@ -71,6 +81,8 @@ class BatchFailures:
         Raises:
             EnvironmentFailure: Naming the first failure.
         """
+        if self._is_counted_later:
+            return
         failed = self.failed_before + len(failed_episodes(episodes))
         if excess := self.policy.excess(failed, self.total, "episodes"):
             first, error = first_failure(episodes)

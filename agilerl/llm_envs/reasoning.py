@@ -76,7 +76,8 @@ class ReasoningGym(SingleTurnEnvironment):
             ``"raise"`` raises ``RewardError`` with the completion shown; ``"drop"`` leaves it out
             (see :attr:`last_sample_mask`); a number is its reward.
         max_failure_share: Largest share of the completions of a training step, or of an evaluation,
-            that may fail; above it ``RewardError`` is raised.
+            that may fail; above it ``RewardError`` is raised. With several processes the training
+            function and ``agent.test`` do so, on all of them alike, by the failures of all.
         failure_retries: Further calls of a function that raised or ran out of time, before it
             counts as failed.
         extract_answer: From the text of a completion to its answer, or None where it gives none,

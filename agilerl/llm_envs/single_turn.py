@@ -86,6 +86,11 @@ class SingleTurnEnvironment:
         return self._train.epoch
 
     @property
+    def max_failure_share(self) -> float:
+        """Largest share of a step's completions, of all processes, that may fail."""
+        return self._rewards.policy.max_failure_share
+
+    @property
     def has_test_rows(self) -> bool:
         """Whether it can be evaluated."""
         return self._test is not None
@@ -159,7 +164,7 @@ class SingleTurnEnvironment:
             ValueError: Completions that do not belong to this batch; a reward that is not finite; a
                 row to which no reward applies.
             RewardError: A reward call raised or ran out of time, and ``on_failure`` is ``"raise"``;
-                too many did, in training.
+                too many did, in training with a single process.
         """
         batch = self._current
         if batch is None:
@@ -172,7 +177,9 @@ class SingleTurnEnvironment:
         )
         training = self._test_offset is None
         scored = score_groups(
-            *(self._rewards, self._reader, batch, completion_ids, action), bounded=training
+            *(self._rewards, self._reader, batch, completion_ids, action),
+            # The others of several processes would wait for one that raised by itself.
+            bounded=training and self.num_processes == 1,
         )
         self.last_questions, self.last_answers = _texts(batch), list(batch.answers)
         self.last_completions = scored.texts
@@ -211,8 +218,8 @@ class SingleTurnEnvironment:
             The answers that were scored.
 
         Raises:
-            RewardError: More than ``max_failure_share`` of all processes' answers failed in this
-                one alone; ``agent.test`` counts those of the others too.
+            RewardError: More than ``max_failure_share`` of the answers failed. With several
+                processes ``agent.test`` raises that, on all of them, by the failures of all.
             ValueError: There are no test rows.
             Exception: What :meth:`step` raises.
         """
@@ -230,7 +237,8 @@ class SingleTurnEnvironment:
                     group = scored.shape[1]
                     total = loop * len(self._test_rows) * group
                     self._add_scored(answered, numbers, scored)
-                    if excess := answered.excess(loop * of_all_processes * group):
+                    excess = answered.excess(loop * of_all_processes * group)
+                    if excess and self.num_processes == 1:
                         raise RewardError(excess)
         return answered.result(total)
 

@@ -61,8 +61,9 @@ class SyncMultiTurnVecEnv:
         on_failure: What becomes of an episode that failed: ``"drop"`` leaves it out (see
             ``Episodes.sample_mask``); a number is the reward of its last turn; ``"raise"`` raises
             :class:`EnvironmentFailure`.
-        max_failure_share: Largest share of a batch, or of an evaluation over all processes, that
-            may fail; above it :class:`EnvironmentFailure` is raised.
+        max_failure_share: Largest share of a batch, or of an evaluation, that may fail; above it
+            :class:`EnvironmentFailure` is raised. With several processes the training function and
+            ``agent.test`` do so, on all of them alike, by the failures of all.
         failure_retries: How often an episode that fails before its first prompt is tried again,
             with a new environment. A step cannot be. Where more than ``max_failure_share`` run out
             of time, nothing is tried again.
@@ -100,6 +101,7 @@ class SyncMultiTurnVecEnv:
         self.max_turns = max_turns
         self.policy = FailurePolicy(on_failure, max_failure_share, failure_retries)
         self.evaluation_episodes = evaluation_episodes
+        self._num_processes = num_processes
         end = EVALUATION_SEED_START + evaluation_episodes
         self._evaluation_seeds = range(EVALUATION_SEED_START + process_index, end, num_processes)
         self._reset_workers = reset_workers
@@ -147,7 +149,8 @@ class SyncMultiTurnVecEnv:
             Number(0, integer=True)(f"seeds[{i}]", seed)
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         every = [int(seed) for seed in seeds for _ in range(self.group_size)]
-        prompts = self._begin(every, BatchFailures(self.policy, len(every)))
+        failures = BatchFailures(self.policy, len(every), of_several=self._num_processes > 1)
+        prompts = self._begin(every, failures)
         episodes, self._episodes = self._episodes, []
         check_groups(episodes, self.group_size)
         self._episodes = episodes
@@ -264,7 +267,11 @@ class SyncMultiTurnVecEnv:
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         for start, end in pairwise(ends):
             failed = len(failed_episodes(played))
-            failures = BatchFailures(self.policy, self.evaluation_episodes, failed, training=False)
+            failures = BatchFailures(
+                *(self.policy, self.evaluation_episodes, failed),
+                training=False,
+                of_several=self._num_processes > 1,
+            )
             prompts = self._begin(seeds[start:end], failures)
             first_prompts += prompts
             self._run_to_end(act, prompts)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from agilerl.checks import require
 from agilerl.llm.advantages import has_baseline, zero_variance_groups
 
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ class Experience:
     are kept."""
     failed_completions: int = 0
     """How many failed, those with a reward for it included."""
+    first_failure: str = ""
+    """Why the first of them did."""
+    max_failure_share: float = 1.0
+    """The largest share of them that is no error; the same on all ranks."""
     samples: list[Sample] = field(default_factory=list)
     """All completions of this process to read, group by group."""
 
@@ -111,6 +116,24 @@ def gather_statistics(experience: Experience, ranks: Ranks) -> Experience:
     )
 
 
+def check_failures(experience: Experience) -> None:
+    """Refuse to learn where too many completions have failed.
+
+    Asked about those of all ranks, so that all raise, and none waits for another one.
+
+    Raises:
+        RuntimeError: More than ``max_failure_share`` of them.
+    """
+    failed, total = experience.failed_completions, experience.rewards.numel()
+    require(
+        failed <= experience.max_failure_share * total,
+        f"{failed} of {total} completions of all processes have failed, more than "
+        f"max_failure_share={experience.max_failure_share:g}. The first: "
+        f"{experience.first_failure}",
+        RuntimeError,
+    )
+
+
 def together(parts: Sequence[Experience]) -> Experience:
     """Rewards, counts and metrics of several experiences; all else is that of the first."""
     # Those that dropped every completion have no metrics.
@@ -125,6 +148,7 @@ def together(parts: Sequence[Experience]) -> Experience:
         rewards=torch.cat([each.rewards for each in parts]),
         sample_mask=torch.cat([each.kept for each in parts]),
         failed_completions=sum(each.failed_completions for each in parts),
+        first_failure=next((each.first_failure for each in parts if each.first_failure), ""),
         steps=sum(each.steps for each in parts),
         generated_tokens=sum(each.generated_tokens for each in parts),
         metrics=metrics,

@@ -20,6 +20,7 @@ from agilerl.training.evaluation import (
 )
 from agilerl.training.experience import (
     Experience,
+    check_failures,
     gather_statistics,
     has_reward_variance,
     named_reward_statistics,
@@ -242,6 +243,7 @@ class TrainingLoop:
     def _train(self, member: Member, collected: Experience) -> Row:
         agent = member.agent
         experience = gather_statistics(collected, self.ranks)
+        check_failures(experience)
         started = time.perf_counter()
         # Before the call: there may be something to save also when it fails.
         self.progress = Progress.TRAINED

@@ -151,6 +151,8 @@ class EpisodeRollout:
             metrics=_episode_metrics(episodes),
             sample_mask=episodes.sample_mask.reshape(-1, self._group),
             failed_completions=int(episodes.failed.sum()),
+            first_failure=next((reason for reason in episodes.failures if reason is not None), ""),
+            max_failure_share=self._env.policy.max_failure_share,
             samples=_samples(episodes),
         )
 

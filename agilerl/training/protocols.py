@@ -158,6 +158,13 @@ class FailureReportingEnv(SingleTurnEnv, Protocol):
     def last_sample_mask(self) -> torch.Tensor | None: ...
 
 
+class FailureBoundEnv(FailureReportingEnv, Protocol):
+    """One with a largest share of a step's completions, of all processes, that may fail."""
+
+    @property
+    def max_failure_share(self) -> float: ...
+
+
 class DistributedEnv(SingleTurnEnv, Protocol):
     """One that divides its rows among processes."""
 

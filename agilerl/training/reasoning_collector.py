@@ -29,6 +29,7 @@ from agilerl.training.experience import (
 from agilerl.training.protocols import (
     Agent,
     EvaluationPlan,
+    FailureBoundEnv,
     FailureReportingEnv,
     FingerprintedEnv,
     HeldOutEnv,
@@ -74,6 +75,9 @@ class ReasoningCollector:
         self._takes_action = takes_action(env.step)
         self._several_rewards = not missing_members(env, SeveralRewardsEnv)
         self._reports_failures = not missing_members(env, FailureReportingEnv)
+        self._max_failure_share = 1.0
+        if not missing_members(env, FailureBoundEnv):
+            self._max_failure_share = cast(FailureBoundEnv, env).max_failure_share
 
     @property
     def num_epochs(self) -> int:
@@ -185,6 +189,8 @@ class ReasoningCollector:
             named_rewards=named,
             sample_mask=sample_mask,
             failed_completions=sum(reason is not None for reason in failures),
+            first_failure=next((reason for reason in failures if reason is not None), ""),
+            max_failure_share=self._max_failure_share,
             samples=[
                 Sample(
                     question=questions[p],

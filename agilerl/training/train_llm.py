@@ -292,8 +292,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
         on_failure: What becomes of an episode whose environment raised or ran out of time, which is
             counted in ``failed_completions``: ``"drop"`` leaves it out of learning, fitness and all
             figures; a number is the reward of its last turn; ``"raise"`` ends the run.
-        max_failure_share: Largest share of an iteration's episodes (of a process), or of an
-            evaluation's, that may fail; above it the run ends with ``EnvironmentFailure``.
+        max_failure_share: Largest share of an iteration's episodes, or of an
+            evaluation's, of all processes, that may fail; above it the run ends with an error.
         failure_retries: How often an episode that fails before its first prompt is tried again,
             with a new environment. A step cannot be.
 

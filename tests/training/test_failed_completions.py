@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +16,27 @@ import torch
 from forking import on_two_ranks
 from test_training_with_reasoning_gym import TOKENIZER, WritingAgent, rows
 
+from agilerl.algorithms.core.evaluation import scores_of_all_ranks
 from agilerl.distributed import Ranks
-from agilerl.llm_envs import ReasoningGym, RewardError
-from agilerl.training.experience import Experience, Sample, gather_statistics, samples_to_show
+from agilerl.llm_envs import (
+    ReasoningGym,
+    RewardError,
+    SyncMultiTurnVecEnv,
+    TokenObservationWrapper,
+)
+from agilerl.llm_envs.dataset import TrainingBatchSampler
+from agilerl.training.experience import (
+    Experience,
+    Sample,
+    check_failures,
+    gather_statistics,
+    samples_to_show,
+)
 from agilerl.training.logs.progress_bar import ProgressBar
+from agilerl.training.multiturn_collector import EpisodeRollout
 from agilerl.training.reasoning_collector import ReasoningCollector
 from agilerl.training.train_llm import finetune_llm_reasoning
+from agilerl.typing import ActionResult, Evaluation
 
 
 class MaskedAgent(WritingAgent):
@@ -209,3 +227,87 @@ def test_an_environment_that_scores_by_itself_has_samples() -> None:
     assert len(experience.samples) == 4
     assert experience.failed_completions == 0
     assert experience.kept.tolist() == [[True, True]] * 2
+
+
+class Told:
+    """Over after one turn, or fails in it."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def reset(self, seed: int | None = None) -> Any:
+        return f"game {seed}", {}
+
+    def step(self, action: str) -> Any:
+        if self.fails:
+            raise ConnectionError("the game server is gone")
+        return "", 1.0, True, False, {}
+
+
+def write_once(prompts: Any) -> ActionResult:
+    ids = torch.tensor([TOKENIZER.encode("a")])
+    return ActionResult([torch.cat([p["input_ids"], ids], dim=1) for p in prompts], [])
+
+
+def single_turn(ranks: Ranks, share: float) -> tuple[Experience, Evaluation]:
+    def reward(completion: str) -> float:
+        if ranks.rank == 0:
+            raise ConnectionError("judge is down")
+        return 1.0
+
+    env = ReasoningGym(
+        *(rows("train", [""] * 4), rows("test", [""] * 4), TOKENIZER, reward),
+        [{"role": "user", "content": "{question}"}],
+        data_batch_size_per_gpu=2,
+        accelerator=SimpleNamespace(process_index=ranks.rank, num_processes=2),
+        on_failure="drop",
+        max_failure_share=share,
+    )
+    return ReasoningCollector(env).collect(MaskedAgent()), env.evaluate(write_once)
+
+
+def several_turns(ranks: Ranks, share: float) -> tuple[Experience, Evaluation]:
+    env = SyncMultiTurnVecEnv(
+        *(lambda: TokenObservationWrapper(Told(ranks.rank == 0), TOKENIZER, 1), 2, 2),
+        evaluation_episodes=8,
+        process_index=ranks.rank,
+        num_processes=2,
+        max_failure_share=share,
+    )
+    rollout = EpisodeRollout(env, TrainingBatchSampler(8, 2, 0, ranks.rank, 2), 2)
+    while rollout.prompts:
+        rollout.answer(write_once(rollout.prompts), 0.0)
+    experience, evaluation = rollout.finish(), env.evaluate(write_once)
+    env.close()
+    return experience, evaluation
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("play", [single_turn, several_turns])
+def test_ranks_refuse_too_many_failures_together(
+    tmp_path: Path, play: Callable[[Ranks, float], tuple[Experience, Evaluation]]
+) -> None:
+    """All of rank 0's fail, and none of rank 1's: that is half of them."""
+
+    def said(check: Callable[[], object]) -> str:
+        try:
+            check()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def action(ranks: Ranks) -> list[str]:
+        answers = []
+        for share in (0.4, 0.6):
+            experience, evaluation = play(ranks, share)
+            experience = gather_statistics(experience, ranks)
+            answers.append(said(partial(check_failures, experience)))
+            answers.append(said(partial(scores_of_all_ranks, evaluation, ranks)))
+        return answers
+
+    first, second = on_two_ranks(tmp_path / "ranks", action)
+    assert first == second
+    assert first[0].startswith("4 of 8 completions of all processes have failed, more than max_f")
+    assert "ConnectionError" in first[0]
+    assert "answers failed, more than the" in first[1]
+    assert first[2:] == ["", ""]
