@@ -137,6 +137,7 @@ CASES: dict[str, tuple[float, Callable[[Learned, Learned], bool]]] = {
         0.01,
         lambda new, old: new["advantage_std"] < 0.011 < 0.1 < old["advantage_std"],
     ),
+    "weight_decay": (50.0, lambda new, old: new.moved > 2 * old.moved),
     "entropy_coef": (
         1.0,
         lambda new, old: new["mean_loss"] < old["mean_loss"] - 0.5 * old["entropy"],
