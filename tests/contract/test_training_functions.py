@@ -59,7 +59,7 @@ def test_arguments(function: Callable[..., Any], expected: dict[str, Any]) -> No
 
 OURS = {
     "keep_checkpoints": 2, "exit_code_on_sigterm": 143, "evaluation_samples": None,
-    "callbacks": None,
+    "callbacks": None, "completions_interval": None, "completions_shown": 4, "trackers": None,
 }  # fmt: skip
 OURS_OF_EACH: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (finetune_llm_reasoning, {"max_wall_seconds": None, "evaluation_rows": None}),
