@@ -137,9 +137,9 @@ class EvaluationRows:
         self._final_answers += final_answers
 
     def excess(self, total: int) -> str:
-        """Says that too many of ``total`` failed, and why the first did; empty if not."""
+        """Says that too many of ``total`` failed; empty if not."""
         excess = self._policy.excess(len(self._failures), total, self._what)
-        return f"{excess}. The first: {self._failures[0]}" if excess else ""
+        return f"In the evaluation {excess}" if excess else ""
 
     def result(self, total: int) -> Evaluation:
         """The evaluation, of ``total`` answers in all."""

@@ -71,6 +71,8 @@ class SingleTurnEnvironment:
         self.last_sample_mask: torch.Tensor | None = None
         """``(P, G)`` bool for ``learn``: False for completions of the last ``step`` that were
         dropped, whose rewards mean nothing; None before it."""
+        self._evaluation_failure: RewardError | None = None
+        """The first of the present evaluation."""
 
     def __len__(self) -> int:
         """Training rows of all processes, without those dropped as too long.
@@ -185,6 +187,8 @@ class SingleTurnEnvironment:
         self.last_completions = scored.texts
         self.last_rewards = scored.named_rewards
         self.last_failures, self.last_sample_mask = scored.failures, scored.sample_mask
+        if not training:
+            self._evaluation_failure = self._evaluation_failure or scored.first_failure
         if scored.failed and training:
             logger.warning(
                 "%d of %d completions failed and %s. The first: %s",
@@ -239,7 +243,9 @@ class SingleTurnEnvironment:
                     self._add_scored(answered, numbers, scored)
                     excess = answered.excess(loop * of_all_processes * group)
                     if excess and self.num_processes == 1:
-                        raise RewardError(excess)
+                        first = self._evaluation_failure
+                        why = "" if first is None else f". The first: {first}"
+                        raise RewardError(excess + why) from first and first.__cause__
         return answered.result(total)
 
     def _add_scored(
@@ -279,7 +285,7 @@ class SingleTurnEnvironment:
         assert test is not None
         outside = self._current, self._test_offset
         rows_outside = self._test_rows, self._test_batch_size
-        self._current, self._test_offset = None, 0
+        self._current, self._test_offset, self._evaluation_failure = None, 0, None
         self._test_batch_size = max(1, self.eval_batch_size // samples)
         numbers = range(len(test)) if rows is None else test.chosen(rows)
         # Equal shares would leave test rows out or score some twice.

@@ -105,8 +105,10 @@ def test_an_evaluation_that_mostly_fails_ends_early(
     make_env: MakeEnv, complete: Complete, on_failure: Any
 ) -> None:
     env = make_env(reward_fn=fails_on_b, on_failure=on_failure, eval_batch_size=2)
-    with pytest.raises(RewardError, match=r"3 of 5 completions .*0.5.*no judge"):
+    with pytest.raises(RewardError, match=r"evaluation 3 of 5 completions .*0.5.*no judge") as info:
         env.evaluate(answers(complete, *"bbba"))
+    assert "completion: 'b'" in str(info.value)
+    assert info.value.__cause__ is not None
     with pytest.raises(RewardError, match="no judge"):
         make_env(reward_fn=fails_on_b).evaluate(answers(complete, *"aaaab"))
 

@@ -204,7 +204,7 @@ def test_an_exception_drops_or_gives_a_reward(
     scores = pool.score_columns({"completion": ["b", "a"], "answer": [0, 0], "question": ["", ""]})
     assert scores.total == [reward, 1.0]
     assert scores.failures == ["reward_fn failed with ZeroDivisionError: no such number", None]
-    assert "completion: 'b'" in scores.first_failure
+    assert "completion: 'b'" in str(scores.first_failure)
 
 
 @pytest.mark.parametrize("on_failure", ["drop", 1.0])

@@ -83,7 +83,7 @@ class RewardCall:
 
     def failure(self, error: BaseException, columns: Mapping[str, Sequence[Any]]) -> str:
         """Why it failed, what to do if that is known, and the completion."""
-        hint = _THREAD_HINT if _needs_main_thread(error) else ""
+        hint = _THREAD_HINT if needs_main_thread(error) else ""
         more = f"\n  and {len(self.rows) - 1} more in the same call" if self.reward.batched else ""
         failed = f"{self.reward.label} failed with {reason(error)}{hint}"
         return f"{failed}\n{shown(columns, self.rows[0])}{more}"
@@ -116,7 +116,7 @@ def shown(columns: Mapping[str, Sequence[Any]], row: int) -> str:
     return f"  question: {shorten(question)}\n  completion: {shorten(completion)}"
 
 
-def _needs_main_thread(error: BaseException | None) -> bool:
+def needs_main_thread(error: BaseException | None) -> bool:
     """Whether a function tried to set a signal handler, which works in the main thread only."""
     while error is not None:
         if isinstance(error, ValueError) and "signal only works in main thread" in str(error):

@@ -10,7 +10,7 @@ from typing import Any
 from agilerl.checks import require
 from agilerl.llm_envs.failures import FailurePolicy, OnFailure
 from agilerl.llm_envs.rewards.arguments import BY_POSITION
-from agilerl.llm_envs.rewards.calls import RewardCall, shown
+from agilerl.llm_envs.rewards.calls import RewardCall, needs_main_thread, shown
 from agilerl.llm_envs.rewards.functions import RewardFunctions, read_rewards
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 
@@ -37,8 +37,8 @@ class Scores:
     empty for a single function."""
     failures: list[str | None]
     """Why a completion failed: one of its calls raised or ran out of time. None for others."""
-    first_failure: str = ""
-    """The first of them in full, with question and completion."""
+    first_failure: RewardError | None = None
+    """The first of them, with question and completion."""
 
 
 class RewardPool:
@@ -169,7 +169,7 @@ class RewardPool:
                     raise RewardError(f"{excess}. The first: {first}") from first.__cause__
         total = self._totals(values, failures, columns)
         by_name = {name: values[name] for name in self.names}
-        return Scores(total, by_name, failures, "" if first is None else str(first))
+        return Scores(total, by_name, failures, first)
 
     def close(self) -> None:
         """Stop the thread that coroutines run on; a later ``score`` starts another one."""
@@ -218,10 +218,12 @@ class RewardPool:
             error = RewardError(message)
             error.__cause__ = outcome.error
             return error
-        raise RewardError(
-            f'{message}\n  Set on_failure="drop" to leave such completions out, or to a number to '
-            "give them that reward; raise reward_timeout if the function is slow."
-        ) from outcome.error
+        if not needs_main_thread(outcome.error):
+            message += (
+                '\n  Mend the function; or set on_failure="drop" to leave such completions out, or '
+                "to a number to give them that reward; raise reward_timeout if it is slow."
+            )
+        raise RewardError(message) from outcome.error
 
     def _totals(
         self,

@@ -10,7 +10,7 @@ import torch
 
 from agilerl.llm_envs.dataset import PromptBatch
 from agilerl.llm_envs.rewards.columns import CompletionReader, reward_columns
-from agilerl.llm_envs.rewards.pool import RewardPool
+from agilerl.llm_envs.rewards.pool import RewardError, RewardPool
 from agilerl.typing import ActionResult
 
 
@@ -28,8 +28,8 @@ class ScoredGroups:
     """``[P][G]``: why a completion failed, None for others."""
     sample_mask: torch.Tensor
     """``(P, G)`` bool: False for those that were dropped."""
-    first_failure: str
-    """In full; empty if none failed."""
+    first_failure: RewardError | None
+    """With question and completion; None if none failed."""
 
     @property
     def failed(self) -> int:
