@@ -25,7 +25,7 @@ from workloads import WORKLOADS, Workload, agent_arguments, build_model, reward,
 if TYPE_CHECKING:
     import torch
 
-    from agilerl.training.experience import Experience
+    from agilerl.training.collectors.experience import Experience
     from agilerl.training.population import Population
 
 SIZES = (1, 2, 4, 8)
@@ -84,8 +84,8 @@ class RandomPrompts:
 def build_population(workload: Workload, size: int) -> Population:
     """Agents on one base, which share their prompts."""
     from agilerl.algorithms import GRPO
+    from agilerl.training.collectors.reasoning_collector import ReasoningCollector
     from agilerl.training.population import Population
-    from agilerl.training.reasoning_collector import ReasoningCollector
 
     agents = GRPO.population(
         size,
@@ -99,7 +99,7 @@ def build_population(workload: Workload, size: int) -> Population:
 
 def collected(population: Population, mode: str) -> Iterable[Experience]:
     """An experience of each member."""
-    from agilerl.training.rollouts import collect
+    from agilerl.training.collectors.rollouts import collect
 
     if mode == "batched":
         return collect(population.members)
@@ -126,7 +126,7 @@ def measure_memory(workload: Workload, size: int, mode: str, threads: int) -> di
     import torch
 
     import agilerl.algorithms
-    import agilerl.training.rollouts  # noqa: F401
+    import agilerl.training.collectors.rollouts  # noqa: F401
 
     torch.set_num_threads(threads)
     peak = MemoryPeak()

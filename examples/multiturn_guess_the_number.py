@@ -26,8 +26,7 @@ from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 
 from agilerl.algorithms import GRPO
-from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper
-from agilerl.llm_envs.vector import EVALUATION_SEED_START
+from agilerl.llm_envs import EVALUATION_SEED_START, SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.testing import guess_the_number_env, load_bundled_model
 from agilerl.training.train_llm import finetune_llm_multiturn
 from agilerl.typing import Evaluation

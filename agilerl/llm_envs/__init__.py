@@ -10,15 +10,13 @@
 
 from __future__ import annotations
 
-from agilerl.llm_envs.episode_failures import EnvironmentFailure
-from agilerl.llm_envs.episodes import Episodes
 from agilerl.llm_envs.failures import WrongRewardError
 from agilerl.llm_envs.reasoning import ReasoningGym
 from agilerl.llm_envs.rewards import RewardError, RewardFunction, RewardFunctions, RewardPool
 from agilerl.llm_envs.seeds import EVALUATION_SEED_START, row_of_seed
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
 from agilerl.llm_envs.tools import ToolEnv
-from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
+from agilerl.llm_envs.vector import EnvironmentFailure, Episodes, SyncMultiTurnVecEnv
 
 __all__ = [
     "EVALUATION_SEED_START",

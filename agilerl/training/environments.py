@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agilerl.checks import missing_members, require
-from agilerl.llm_envs.environment_pool import checked_factory
+from agilerl.llm_envs.vector.environment_pool import checked_factory
 from agilerl.training.protocols import DistributedEnv, SingleTurnEnv, TokenizingEnv
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 
 from agilerl.algorithms.core.evaluation import EvaluationStopped
 from agilerl.checks import require
-from agilerl.training.experience import accuracy
+from agilerl.training.collectors.experience import accuracy
 from agilerl.typing import Act, ActionResult, EvaluableEnv, Evaluation, ReasoningPrompts
 
 if TYPE_CHECKING:

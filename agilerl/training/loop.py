@@ -14,11 +14,7 @@ from agilerl.training.callbacks.runner import CallbackRunner
 from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.checkpoint.run_state import FORMAT, random_streams, set_random_streams
 from agilerl.training.checkpoint.saver import Elite, Progress, Saver
-from agilerl.training.evaluation import (
-    StopCheck,
-    evaluate_members,
-)
-from agilerl.training.experience import (
+from agilerl.training.collectors.experience import (
     Experience,
     check_failures,
     gather_statistics,
@@ -28,13 +24,17 @@ from agilerl.training.experience import (
     reward_statistics,
     time_statistics,
 )
+from agilerl.training.collectors.rollouts import collect
+from agilerl.training.evaluation import (
+    StopCheck,
+    evaluate_members,
+)
 from agilerl.training.generation import Evolution
 from agilerl.training.interrupts import GracefulStop, strongest
 from agilerl.training.logs.run_log import RunLog
 from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Best, Member, Population
 from agilerl.training.protocols import EvaluationPlan, Row
-from agilerl.training.rollouts import collect
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from agilerl.llm.config import SamplingConfig
-    from agilerl.training.experience import Experience
+    from agilerl.training.collectors.experience import Experience
     from agilerl.typing import Act, ActionResult, Evaluation, ExperiencesType
 
 

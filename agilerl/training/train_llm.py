@@ -10,20 +10,20 @@ from typing import Any, TypeVar
 from agilerl.checks import COUNT
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.failures import OnFailure
-from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
+from agilerl.llm_envs.vector.vector_env import SyncMultiTurnVecEnv
 from agilerl.training.callbacks import Callback
-from agilerl.training.dynamic_sampling import DynamicSampling, ZeroVariance
+from agilerl.training.collectors.dynamic_sampling import DynamicSampling, ZeroVariance
+from agilerl.training.collectors.multiturn_collector import MultiTurnCollector
+from agilerl.training.collectors.reasoning_collector import ReasoningCollector
 from agilerl.training.environments import (
     check_evaluation_arguments,
     fitting_factory,
     single_turn_environments,
 )
-from agilerl.training.multiturn_collector import MultiTurnCollector
 from agilerl.training.options import TrainingOptions, options_among
 from agilerl.training.population import Population, check_agents
 from agilerl.training.protocols import Agent, SingleTurnEnv
 from agilerl.training.rank_consistency import per_process, training_ranks
-from agilerl.training.reasoning_collector import ReasoningCollector
 from agilerl.training.run import run_training
 from agilerl.training.trackers.protocol import Tracker, require_trackers
 from agilerl.typing import MultiTurnEnv

@@ -11,7 +11,7 @@ import pytest
 import torch
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.training.experience import Sample
+from agilerl.training.collectors.experience import Sample
 from agilerl.training.logs.completion_tables import (
     evaluation_table,
     print_table,

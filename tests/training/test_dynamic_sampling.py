@@ -24,8 +24,8 @@ from training_fakes import FakeAgent, FakeGym
 
 from agilerl.algorithms import GRPO
 from agilerl.llm_envs import ReasoningGym
-from agilerl.training.dynamic_sampling import DynamicSampling, fill_up
-from agilerl.training.experience import Experience
+from agilerl.training.collectors.dynamic_sampling import DynamicSampling, fill_up
+from agilerl.training.collectors.experience import Experience
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 

@@ -29,10 +29,10 @@ from agilerl.algorithms import GRPO
 from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
 from agilerl.hpo import Mutations, PerturbOrResample, TournamentSelection, TruncationSelection
 from agilerl.hpo.selection import Selection
+from agilerl.training.collectors.reasoning_collector import ReasoningCollector
 from agilerl.training.generation import next_generation
 from agilerl.training.logs.generation_table import generation_table
 from agilerl.training.population import Population
-from agilerl.training.reasoning_collector import ReasoningCollector
 
 SCHEDULES: dict[str, Any] = {
     "tournament": lambda: {

@@ -25,16 +25,16 @@ from agilerl.llm_envs import (
     TokenObservationWrapper,
 )
 from agilerl.llm_envs.dataset import TrainingBatchSampler
-from agilerl.training.experience import (
+from agilerl.training.collectors.experience import (
     Experience,
     Sample,
     check_failures,
     gather_statistics,
     samples_to_show,
 )
+from agilerl.training.collectors.multiturn_collector import EpisodeRollout
+from agilerl.training.collectors.reasoning_collector import ReasoningCollector
 from agilerl.training.logs.progress_bar import ProgressBar
-from agilerl.training.multiturn_collector import EpisodeRollout
-from agilerl.training.reasoning_collector import ReasoningCollector
 from agilerl.training.train_llm import finetune_llm_reasoning
 from agilerl.typing import ActionResult, Evaluation
 

@@ -15,7 +15,11 @@ from test_training_with_reasoning_gym import TOKENIZER, WritingAgent, rows
 
 from agilerl.distributed import Ranks
 from agilerl.llm_envs import ReasoningGym
-from agilerl.training.experience import Experience, gather_statistics, named_reward_statistics
+from agilerl.training.collectors.experience import (
+    Experience,
+    gather_statistics,
+    named_reward_statistics,
+)
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 NAN = math.nan

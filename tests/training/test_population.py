@@ -22,10 +22,10 @@ from training_fakes import FakeAgent, FakeGym
 
 from agilerl.algorithms import GRPO
 from agilerl.training import run
+from agilerl.training.collectors.reasoning_collector import ReasoningCollector
 from agilerl.training.interrupts import GracefulStop
 from agilerl.training.loop import TrainingLoop
 from agilerl.training.population import Parent, Population
-from agilerl.training.reasoning_collector import ReasoningCollector
 
 
 class SelectingLoop(TrainingLoop):

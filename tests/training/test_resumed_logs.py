@@ -10,7 +10,7 @@ import pytest
 from interpreters import python
 from resume_helpers import After, files_up_to, make_agents, rows_of, run_reasoning, state_of
 
-from agilerl.training.experience import Sample
+from agilerl.training.collectors.experience import Sample
 from agilerl.training.logs.files import CompletionsFile, LineageFile, MetricsCsv
 from agilerl.training.logs.resumed_files import take_over_logs
 from agilerl.training.trackers.protocol import TrackedRun

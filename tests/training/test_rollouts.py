@@ -14,11 +14,11 @@ from agilerl.algorithms import GRPO
 from agilerl.llm.generation.hf import HFGenerator
 from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.llm_envs.dataset import TrainingBatchSampler
-from agilerl.training.experience import Experience
-from agilerl.training.multiturn_collector import MultiTurnCollector
+from agilerl.training.collectors.experience import Experience
+from agilerl.training.collectors.multiturn_collector import MultiTurnCollector
+from agilerl.training.collectors.reasoning_collector import ReasoningCollector
+from agilerl.training.collectors.rollouts import collect
 from agilerl.training.population import Population
-from agilerl.training.reasoning_collector import ReasoningCollector
-from agilerl.training.rollouts import collect
 
 Collectors = Callable[[int], Sequence[Any]]
 

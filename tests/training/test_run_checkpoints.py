@@ -33,7 +33,7 @@ from agilerl.training.checkpoint.run_checkpoint import (
     find_checkpoint,
     write_sums,
 )
-from agilerl.training.reasoning_collector import ReasoningCollector
+from agilerl.training.collectors.reasoning_collector import ReasoningCollector
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 

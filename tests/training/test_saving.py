@@ -22,9 +22,9 @@ from agilerl.training import loop
 from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
 from agilerl.training.checkpoint.run_state import check_plain
 from agilerl.training.checkpoint.saver import is_no_room
+from agilerl.training.collectors.reasoning_collector import ReasoningCollector
 from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Population
-from agilerl.training.reasoning_collector import ReasoningCollector
 from agilerl.training.run import run_training
 from agilerl.training.train_llm import finetune_llm_reasoning
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.training.reasoning_collector import ReasoningCollector
+from agilerl.training.collectors.reasoning_collector import ReasoningCollector
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 OBJECT = object()

@@ -19,7 +19,7 @@ import pytest
 from interpreters import python
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.training.experience import Sample
+from agilerl.training.collectors.experience import Sample
 from agilerl.training.logs.files import FIRST_COLUMNS, CompletionsFile, MetricsCsv
 from agilerl.training.logs.progress_bar import ProgressBar
 from agilerl.training.train_llm import finetune_llm_reasoning

@@ -13,7 +13,7 @@ import pytest
 import torch
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.training.experience import (
+from agilerl.training.collectors.experience import (
     Experience,
     accuracy,
     has_reward_variance,

@@ -26,16 +26,16 @@ from agilerl.distributed import Ranks
 from agilerl.llm.update import NonFiniteUpdateError
 from agilerl.llm_envs import ReasoningGym
 from agilerl.llm_envs.dataset import TrainingBatchSampler
-from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
+from agilerl.llm_envs.vector.vector_env import SyncMultiTurnVecEnv
 from agilerl.testing import byte_tokenizer
 from agilerl.training import rank_consistency
 from agilerl.training.checkpoint.saver import Elite
+from agilerl.training.collectors.multiturn_collector import MultiTurnCollector
+from agilerl.training.collectors.reasoning_collector import ReasoningCollector
 from agilerl.training.evaluation import evaluated, evaluation_statistics
-from agilerl.training.multiturn_collector import MultiTurnCollector
 from agilerl.training.options import TrainingOptions
 from agilerl.training.population import Population
 from agilerl.training.protocols import Collector
-from agilerl.training.reasoning_collector import ReasoningCollector
 from agilerl.training.run import run_training
 from agilerl.typing import Act, Evaluation
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.training.experience import Experience, remedy_for_flat_rewards
+from agilerl.training.collectors.experience import Experience, remedy_for_flat_rewards
 from agilerl.training.train_llm import finetune_llm_reasoning
 from agilerl.typing import ActionResult
 

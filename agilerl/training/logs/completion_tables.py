@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from agilerl.training.experience import Sample
+from agilerl.training.collectors.experience import Sample
 from agilerl.training.trackers.protocol import CompletionTable, number_text
 from agilerl.typing import Evaluation
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
 
-from agilerl.training.experience import Sample
+from agilerl.training.collectors.experience import Sample
 from agilerl.training.protocols import Row
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agilerl.training.experience import Experience, Sample
+from agilerl.training.collectors.experience import Experience, Sample
 from agilerl.training.logs.completion_tables import (
     evaluation_table,
     print_table,

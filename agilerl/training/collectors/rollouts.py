@@ -13,7 +13,7 @@ from agilerl.training.protocols import Agent, Rollout, is_joint_collector
 
 if TYPE_CHECKING:
     from agilerl.llm.generation import JointLimits
-    from agilerl.training.experience import Experience
+    from agilerl.training.collectors.experience import Experience
     from agilerl.training.population import Member
 
 

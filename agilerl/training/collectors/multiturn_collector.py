@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agilerl.llm_envs.dataset import TrainingBatchSampler
-from agilerl.llm_envs.episodes import Episodes
-from agilerl.llm_envs.vector import SyncMultiTurnVecEnv
-from agilerl.training.evaluation import WatchedEnv
-from agilerl.training.experience import (
+from agilerl.llm_envs.vector.episodes import Episodes
+from agilerl.llm_envs.vector.vector_env import SyncMultiTurnVecEnv
+from agilerl.training.collectors.experience import (
     Experience,
     Sample,
     truncation_statistics,
 )
+from agilerl.training.collectors.rollouts import roll_out
+from agilerl.training.evaluation import WatchedEnv
 from agilerl.training.protocols import Agent, EvaluationPlan
-from agilerl.training.rollouts import roll_out
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,13 +14,13 @@ import torch
 from agilerl.checks import COUNT, OPTIONAL_COUNT, Number, require
 from agilerl.llm_envs.completion_checks import check_answer_length, check_completions
 from agilerl.llm_envs.dataset.repetition import RepetitionCheck, key_of_ids
-from agilerl.llm_envs.environment_pool import EnvironmentPool
-from agilerl.llm_envs.episode import Episode, check_groups
-from agilerl.llm_envs.episode_failures import BatchFailures, FailureBound, failed_episodes
-from agilerl.llm_envs.episodes import Episodes, stack_episodes
 from agilerl.llm_envs.failures import EvaluationRows, FailurePolicy, OnFailure
 from agilerl.llm_envs.seeds import EVALUATION_SEED_START, USE_ROW_OF_SEED
 from agilerl.llm_envs.timeouts import TimeoutExecutor
+from agilerl.llm_envs.vector.environment_pool import EnvironmentPool
+from agilerl.llm_envs.vector.episode import Episode, check_groups
+from agilerl.llm_envs.vector.episode_failures import BatchFailures, FailureBound, failed_episodes
+from agilerl.llm_envs.vector.episodes import Episodes, stack_episodes
 from agilerl.typing import Act, Evaluation, MultiTurnEnv, ReasoningPrompts
 
 

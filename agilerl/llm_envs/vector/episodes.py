@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from agilerl.llm_envs.episode import Episode
 from agilerl.llm_envs.failures import FailurePolicy
+from agilerl.llm_envs.vector.episode import Episode
 
 
 @dataclass(frozen=True)

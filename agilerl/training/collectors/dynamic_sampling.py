@@ -10,7 +10,7 @@ import torch
 
 from agilerl.checks import COUNT, OneOf
 from agilerl.llm.advantages import varying_groups
-from agilerl.training.experience import Experience, together
+from agilerl.training.collectors.experience import Experience, together
 
 ZeroVariance = Literal["keep", "skip", "resample"]
 

@@ -14,18 +14,19 @@ import torch
 from agilerl.checks import missing_members, require, warn_once
 from agilerl.distributed import Ranks
 from agilerl.llm_envs.completion_checks import takes_action
-from agilerl.training.dynamic_sampling import (
+from agilerl.training.collectors.dynamic_sampling import (
     DynamicSampling,
     fill_up,
     skip_flat_groups,
     varying,
 )
-from agilerl.training.evaluation import WatchedEnv
-from agilerl.training.experience import (
+from agilerl.training.collectors.experience import (
     Experience,
     Sample,
     truncation_statistics,
 )
+from agilerl.training.collectors.rollouts import roll_out
+from agilerl.training.evaluation import WatchedEnv
 from agilerl.training.protocols import (
     Agent,
     EvaluationPlan,
@@ -37,7 +38,6 @@ from agilerl.training.protocols import (
     SeveralRewardsEnv,
     SingleTurnEnv,
 )
-from agilerl.training.rollouts import roll_out
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from agilerl.llm_envs.episode import Episode
 from agilerl.llm_envs.failures import FailurePolicy, reason
 from agilerl.llm_envs.timeouts import CallOutcome
+from agilerl.llm_envs.vector.episode import Episode
 
 logger = logging.getLogger(__name__)
 

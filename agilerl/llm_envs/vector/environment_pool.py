@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from agilerl.checks import InstanceOf, require, shorten
-from agilerl.llm_envs.episode import Episode
-from agilerl.llm_envs.episode_failures import BatchFailures, FailureBound, failed_episodes
 from agilerl.llm_envs.timeouts import CallOutcome, TimeoutExecutor
 from agilerl.llm_envs.token_observation import TokenObservationWrapper
+from agilerl.llm_envs.vector.episode import Episode
+from agilerl.llm_envs.vector.episode_failures import BatchFailures, FailureBound, failed_episodes
 from agilerl.typing import MultiTurnEnv
 
 logger = logging.getLogger(__name__)

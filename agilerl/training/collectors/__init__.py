@@ -1,0 +1,1 @@
+"""What an agent collects for one ``learn``: rollouts, rewards, and the metrics read off them."""
