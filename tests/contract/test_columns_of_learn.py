@@ -36,7 +36,7 @@ CORRECTION = {
         ),
         ({"loss_reduction": "prompt"}, CORRECTION),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_columns(settings: dict[str, Any], added: set[str]) -> None:
     agent = GRPO(
