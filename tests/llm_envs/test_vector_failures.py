@@ -17,9 +17,9 @@ from agilerl.llm_envs import (
     SyncMultiTurnVecEnv,
     TokenObservationWrapper,
     completion_checks,
-    environment_pool,
     token_observation,
 )
+from agilerl.llm_envs.vector import environment_pool
 from agilerl.testing import byte_tokenizer
 from agilerl.typing import ActionResult, ReasoningPrompts
 
