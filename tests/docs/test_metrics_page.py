@@ -98,7 +98,7 @@ def test_what_options_of_the_loss_measure_is_on_the_page(
 
 
 def test_episodes_have_no_other_columns() -> None:
-    source = (ROOT / "agilerl" / "training" / "multiturn_collector.py").read_text()
+    source = (ROOT / "agilerl" / "training" / "collectors" / "multiturn_collector.py").read_text()
     assert re.findall(r'^        "(\w+_\w+)": float', source, flags=re.MULTILINE) == ["turns_mean"]
     assert not missing(["turns_mean"])
 

@@ -29,6 +29,7 @@ WINDOWS = {
     "hermes": 100,
     "strict": 50,
     "reasoning": 100,
+    "added": 100,
     None: 50,
 }
 

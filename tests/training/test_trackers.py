@@ -215,7 +215,7 @@ logging.basicConfig(stream=sys.stdout, level=logging.WARNING, format="%(levelnam
 
 def kill_core(agent):
     if len(agent.learned) == 2:
-        listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True)
+        listed = subprocess.run(["ps", "-wweo", "pid,ppid,args"], capture_output=True, text=True)
         rows = [line.split(None, 2) for line in listed.stdout.splitlines()[1:]]
         own = [row for row in rows if row[1] == str(os.getpid())]
         cores = [int(row[0]) for row in own if "wandb-core" in row[2]]

@@ -176,7 +176,7 @@ def _read_attributes(file: Path) -> dict[str, Any]:
         content = torch.load(file, map_location="cpu", weights_only=True)
     check(file, content, dict)
     found = content.get("format")
-    if found != schema.FORMAT:
+    if type(found) is not int or found != schema.FORMAT:
         damaged(file, f"it has format {found!r}, and this version reads format {schema.FORMAT}")
     lora_only = content.get("lora_only") is True
     check(file, content, schema.Attributes if lora_only else schema.FullActorAttributes)
@@ -225,6 +225,14 @@ def _adapter_from(file: Path, content: Any, tensors: dict[str, torch.Tensor]) ->
     return SavedAdapter(config, tensors)
 
 
+def _is_set(value: Any, default: Any) -> bool:
+    """Whether an option differs from its default; what was read may be anything."""
+    try:
+        return bool(value) and bool(value != default)
+    except (RuntimeError, ValueError):  # a tensor or an array
+        return True
+
+
 def lora_config_from(file: Path, content: Any) -> LoraConfig:
     """A config as it was saved; see :class:`agilerl.llm.checkpoint.schema.AdapterConfig`.
 
@@ -238,7 +246,7 @@ def lora_config_from(file: Path, content: Any) -> LoraConfig:
     check(file, content, schema.AdapterConfig)
     names, defaults = schema.AdapterConfig.__annotations__.keys(), LoraConfig().to_dict()
     other = sorted(content.keys() - names - schema.ORIGIN_FIELDS)
-    refused = {n: content[n] for n in other if content[n] and content[n] != defaults.get(n)}
+    refused = {n: content[n] for n in other if _is_set(content[n], defaults.get(n))}
     require(
         not refused,
         f"{file} sets {refused!r}; adapters with these cannot be loaded: they may run code, or "
