@@ -42,7 +42,7 @@ def torchrun(script: Path, *arguments: str, ranks: int = 2, seconds: float = 900
     except subprocess.TimeoutExpired:
         kill_launcher(process)
         output, _ = process.communicate()
-        raise RuntimeError(f"not done after {seconds} s:\n{output[-6000:]}") from None
+        raise RuntimeError(f"not done after {seconds} s:\n{output[-20000:]}") from None
     if process.returncode:
-        raise RuntimeError(f"a rank failed:\n{output[-6000:]}")
+        raise RuntimeError(f"a rank failed:\n{output[-20000:]}")
     return output
