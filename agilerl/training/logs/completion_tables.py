@@ -8,6 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+# Here, not when it is needed: rich draws from the global random stream when it is imported, which
+# in the middle of a run would change what is drawn after it.
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from agilerl.training.collectors.experience import Sample
 from agilerl.training.trackers.protocol import CompletionTable, number_text
 from agilerl.typing import Evaluation
@@ -77,11 +84,6 @@ def print_table(table: CompletionTable, say: Callable[[str], None]) -> None:
         table: The table. What could move a terminal's cursor in its texts is shown as an escape.
         say: Prints text without breaking the progress bar.
     """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     numbers = [all(not isinstance(row[i], str) for row in table.rows) for i in _places(table)]
     drawn = Table(box=box.ROUNDED, show_lines=True)
     for name, right in zip(table.columns, numbers, strict=True):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 
+# Here, not when it is needed: rich draws from the global random stream when it is imported, which
+# in the middle of a run would change what is drawn after it.
+from rich.logging import RichHandler
+
 
 def in_notebook() -> bool:
     """Whether this is the kernel of a Jupyter notebook, where the user has no terminal."""
@@ -28,8 +32,6 @@ def is_printed_by_logging(logger: logging.Logger, level: int) -> bool:
 
 
 def _prints(handler: logging.Handler) -> bool:
-    from rich.logging import RichHandler
-
     if isinstance(handler, logging.StreamHandler):
         return handler.stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     return isinstance(handler, RichHandler)
