@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from documentation_page import run_page
 
 from agilerl.llm_envs import ReasoningGym
 from agilerl.rewards import batched_reward
@@ -22,14 +20,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 @pytest.mark.process
 def test_code_and_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", PAGE, flags=re.DOTALL)
-    assert sum(bool(shown) for _, shown in blocks) == len(blocks) == 8
-    names: dict[str, Any] = {"__name__": "page"}
-    for code, shown in blocks:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, "data.md", "exec"), names)
-        assert printed.getvalue() == shown
+    run_page(PAGE, blocks=8, shown=8)
 
 
 ASKED = [{"role": "user", "content": "2+2?"}]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from documentation_page import run_page
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 
@@ -17,17 +15,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 def run(directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The page's names, after its code has run."""
     monkeypatch.chdir(directory)
-    blocks = re.findall(
-        r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", PAGE, re.DOTALL | re.MULTILINE
-    )
-    assert sum(bool(shown) for _, shown in blocks) == 8
-    names: dict[str, Any] = {"__name__": "page"}
-    for code, shown in blocks:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, "environments.md", "exec"), names)
-        assert printed.getvalue() == shown
-    return names
+    return run_page(PAGE, shown=8)
 
 
 @dataclass

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from documentation_page import run_page
 
 from agilerl.llm.advantages import group_relative_per_turn
 
@@ -18,14 +16,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "multiturn.md").read_text()
 
 def test_code_and_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", PAGE, flags=re.DOTALL)
-    assert sum(bool(shown) for _, shown in blocks) == 3
-    names: dict[str, Any] = {"__name__": "page"}
-    for code, shown in blocks:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, "multiturn.md", "exec"), names)
-        assert printed.getvalue() == shown
+    run_page(PAGE, shown=3)
 
 
 def test_the_worked_example_of_turn_credit() -> None:
