@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agilerl.checks import (
     COUNT,
@@ -47,6 +49,11 @@ _RULES: dict[str, Callable[[str, Any], None]] = {
     "wb": FLAG,
     "wandb_kwargs": InstanceOf(Mapping, "a dict"),
 }
+OPTIONS_LINE = "    The options of both functions: those of :class:`TrainingOptions`."
+"""Stands in a docstring where :func:`documents_options` fills them in."""
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
 _PATH = InstanceOf((str, os.PathLike), "a str or Path")
 _DIRECTORIES = ("checkpoint_path", "resume_from", "elite_path", "tensorboard_log_dir")
 _TRACKER_OPTIONS = {
@@ -61,9 +68,58 @@ _TRACKER_OPTIONS = {
 class TrainingOptions:
     """The options that both training functions have, checked when the record is made.
 
-    Without ``max_steps``, ``num_epochs`` and ``max_wall_seconds``, ``num_epochs`` is 1.
-
-    A leading ``~`` of a path is the home directory.
+    Args:
+        max_steps: Steps per agent after which the run ends: prompts consumed, or with several turns
+            the turns of all episodes. The last batch is not cut. None: no bound.
+        num_epochs: Passes over the training prompts (or seeds) after which it ends, from this call
+            on; of a run that is resumed, from the call that started it. None: no bound, or 1 where
+            ``max_steps`` and ``max_wall_seconds`` are None too.
+        max_wall_seconds: The run ends with the iteration in which it has taken this long, the time
+            before it was resumed included. None: no bound.
+        exit_code_on_sigterm: 143, which is 128 + 15, is what a program that SIGTERM ended has: it
+            tells a scheduler that the job is not done. 0: that it is.
+        evaluation_interval: Iterations from one evaluation to the next.
+        evaluation_rows: Evaluate on so many rows of each test set, drawn at random, the same ones
+            every time; None: on all.
+        evaluation_samples: Evaluate on so many answers per row (episodes per evaluation seed), k of
+            them, sampled as in training, with columns ``avg@k``, ``pass@k`` and, where answers can
+            be compared, ``maj@k``; None: one greedy answer each. See ``docs/training.md``.
+        checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every ``checkpoint_steps``
+            iterations, and after the last one.
+        checkpoint_path: The run directory.
+        keep_checkpoints: How many of the newest checkpoints to keep, besides the one of highest
+            fitness.
+        resume_from: A run checkpoint, or a run directory: its newest one. ``pop`` and the
+            environment, made as for the run, give the models and the data; all else, from
+            hyperparameters to random streams, is the checkpoint's. With the same
+            ``checkpoint_path`` the run's files are continued, with another they are copied up to
+            the checkpoint. See ``docs/checkpoints.md``.
+        save_elite: Save the best agent whenever an evaluation brings a new best fitness.
+        elite_path: Directory of that checkpoint. An earlier run's elite there is moved to
+            ``<elite_path>.earlier_1`` (2, 3, ...) when this run saves its first one, which the
+            evaluation before training does not do where there is an earlier one.
+        max_reward: Completions (episodes) with at least this reward (return) count as accurate, 1.0
+            when None.
+        init_hp: Recorded in ``config.json`` and the W&B configuration; without effect otherwise.
+        verbose: Show a progress bar and the run directory.
+        tensorboard: Log to TensorBoard.
+        tensorboard_log_dir: Parent of this run's event folder; None: in the run directory.
+        wb: Log to Weights & Biases.
+        wandb_kwargs: Further arguments of ``wandb.init``.
+        wandb_api_key: W&B key; kept in memory only.
+        tournament: Selection of a generation, such as ``agilerl.hpo.TournamentSelection``; None:
+            the agents of ``pop`` are trained side by side.
+        mutation: Mutation of a generation, such as ``agilerl.hpo.Mutations``.
+        evo_steps: Iterations between two generations; every one is evaluated first.
+        callbacks: Called while the run trains, in this order; they can end it. See
+            :mod:`agilerl.training.callbacks`.
+        completions_interval: Print a table of completions (transcripts of episodes) every
+            ``completions_interval`` iterations, the best and the worst of groups, and one of
+            answers after every evaluation, with ``verbose=False`` too; trackers get the same
+            tables. None: none.
+        completions_shown: Rows of such a table.
+        trackers: Further trackers, such as ``agilerl.training.trackers.MLflowTracker()``. One that
+            fails is named in the log and gets nothing more; the run goes on.
 
     Raises:
         ValueError: For a value or a combination that makes no sense.
@@ -214,6 +270,30 @@ class TrainingOptions:
             f"elite_path={str(self.elite_path)!r} was given without save_elite=True: set it, or "
             "leave elite_path out.",
         )
+
+
+def documents_options(function: FunctionT) -> FunctionT:
+    """Fill the record's descriptions into the ``Args`` of a function with these arguments.
+
+    They take the place of the line :data:`OPTIONS_LINE` in its docstring.
+    """
+    if function.__doc__ is None:  # python -OO
+        return function
+    own = inspect.signature(function).parameters
+    described = [text for name, text in option_descriptions().items() if name in own]
+    function.__doc__ = inspect.cleandoc(function.__doc__).replace(
+        OPTIONS_LINE, "\n".join(described)
+    )
+    return function
+
+
+def option_descriptions() -> dict[str, str]:
+    """The entry of every option in the ``Args`` section of :class:`TrainingOptions`, indented."""
+    doc = inspect.cleandoc(str(TrainingOptions.__doc__))
+    section = doc.partition("Args:\n")[2].partition("\n\n")[0]
+    # An entry begins at a line indented by four, and goes on with deeper ones.
+    entries = re.split(r"\n(?=    \S)", section)
+    return {entry.split(":")[0].strip(): entry for entry in entries}
 
 
 def options_among(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from agilerl.training.environments import (
     fitting_factory,
     single_turn_environments,
 )
-from agilerl.training.options import TrainingOptions, options_among
+from agilerl.training.options import TrainingOptions, documents_options, options_among
 from agilerl.training.population import Population, check_agents
 from agilerl.training.protocols import Agent, SingleTurnEnv
 from agilerl.training.rank_consistency import per_process, training_ranks
@@ -31,7 +31,8 @@ from agilerl.typing import MultiTurnEnv
 AgentT = TypeVar("AgentT", bound=Agent)
 
 
-def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
+@documents_options
+def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917, D417  the contract's arguments
     pop: list[AgentT],
     env: SingleTurnEnv | None = None,
     env_fn: Callable[[], SingleTurnEnv] | None = None,
@@ -89,49 +90,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
             ``scores`` by the mean reward of each iteration.
         env: The environment, such as ``ReasoningGym``, shared by all agents.
         env_fn: Instead of ``env``: called once per agent to make an environment each.
-        init_hp: Recorded in ``config.json`` and the W&B configuration; without effect otherwise.
-        save_elite: Save the best agent whenever an evaluation brings a new best fitness.
-        elite_path: Directory of that checkpoint. An earlier run's elite there is moved to
-            ``<elite_path>.earlier_1`` (2, 3, ...) when this run saves its first one, which the
-            evaluation before training does not do where there is an earlier one.
-        wb: Log to Weights & Biases.
-        tensorboard: Log to TensorBoard.
-        tensorboard_log_dir: Parent of this run's event folder; None: in the run directory.
-        evo_steps: Iterations between two generations; every one is evaluated first.
-        checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every ``checkpoint_steps``
-            iterations, and after the last one.
-        checkpoint_path: The run directory.
-        tournament: Selection of a generation, such as ``agilerl.hpo.TournamentSelection``; None:
-            the agents of ``pop`` are trained side by side.
-        mutation: Mutation of a generation, such as ``agilerl.hpo.Mutations``.
-        wandb_api_key: W&B key; kept in memory only.
-        wandb_kwargs: Further arguments of ``wandb.init``.
-        evaluation_interval: Iterations from one evaluation to the next.
-        max_reward: Completions with at least this reward count as accurate, 1.0 when None.
-        verbose: Show a progress bar and the run directory.
         accelerator: The one that the agents were given, see
             :func:`agilerl.utils.llm_utils.create_llm_accelerator`; None stands for it.
-        max_steps: Prompts to consume per agent; the last batch is not cut.
-        num_epochs: Passes over the training data, from this call on; of a run that is resumed, from
-            the call that started it.
-        resume_from: A run checkpoint, or a run directory: its newest one. ``pop`` and the
-            environment, made as for the run, give the models and the data; all else, from
-            hyperparameters to random streams, is the checkpoint's. With the same
-            ``checkpoint_path`` the run's files are continued, with another they are copied up to
-            the checkpoint. See ``docs/checkpoints.md``.
-        keep_checkpoints: How many of the newest checkpoints to keep, besides the one of highest
-            fitness.
-        max_wall_seconds: The run ends with the iteration in which it has taken this long, the time
-            before it was resumed included.
-        exit_code_on_sigterm: 143, which is 128 + 15, is what a program that SIGTERM ended has: it
-            tells a scheduler that the job is not done. 0: that it is.
-        evaluation_rows: Evaluate on so many rows of each test set, drawn at random, the same ones
-            every time; None: on all.
-        evaluation_samples: Evaluate on so many answers per row, k of them, sampled as in training,
-            with columns ``avg@k``, ``pass@k`` and, where answers can be compared, ``maj@k``; None:
-            one greedy answer per row. See ``docs/training.md``.
-        callbacks: Called while the run trains, in this order; they can end it. See
-            :mod:`agilerl.training.callbacks`.
         zero_variance: What becomes of prompts whose completions all got the same reward, which
             teach nothing: ``"keep"``; ``"skip"`` leaves them out of ``learn``, also of its KL
             penalty and of what its means divide by; ``"resample"`` draws further batches until as
@@ -139,12 +99,7 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
             that were drawn for it count as steps and in epochs.
         max_resamples: Further batches that an iteration may draw; prompts without two different
             rewards fill what is lacking after them.
-        completions_interval: Print a table of completions every ``completions_interval``
-            iterations, the best and the worst of groups, and one of answers after every evaluation,
-            with ``verbose=False`` too; trackers get the same tables. None: none.
-        completions_shown: Rows of such a table.
-        trackers: Further trackers, such as ``agilerl.training.trackers.MLflowTracker()``. One that
-            fails is named in the log and gets nothing more; the run goes on.
+        The options of both functions: those of :class:`TrainingOptions`.
 
     Returns:
         ``pop``, trained.
@@ -186,7 +141,8 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917  the contract's arguments
     return pop
 
 
-def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
+@documents_options
+def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917, D417  the contract's arguments
     pop: list[AgentT],
     max_turns: int,
     env_factory: Callable[..., MultiTurnEnv],
@@ -249,38 +205,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
             ``TokenObservationWrapper``. Where its ``max_model_len`` or ``max_output_tokens`` is
             None, it gets the agents'.
         env_config: Keyword arguments of ``env_factory``.
-        init_hp: Recorded in ``config.json`` and the W&B configuration; without effect otherwise.
-        max_steps: Environment steps (turns of an episode) per agent; None: no bound.
-        save_elite: As in :func:`finetune_llm_reasoning`.
-        elite_path: As there.
-        wb: Log to Weights & Biases.
-        tensorboard: Log to TensorBoard.
-        tensorboard_log_dir: Parent of this run's event folder; None: in the run directory.
-        evo_steps: As in :func:`finetune_llm_reasoning`.
-        checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every ``checkpoint_steps``
-            iterations, and after the last one.
-        checkpoint_path: The run directory.
-        tournament: As in :func:`finetune_llm_reasoning`.
-        mutation: As in :func:`finetune_llm_reasoning`.
-        wandb_api_key: W&B key; kept in memory only.
-        wandb_kwargs: Further arguments of ``wandb.init``.
-        evaluation_interval: Iterations from one evaluation to the next.
-        max_reward: Episodes with at least this return count as accurate, 1.0 when None.
-        verbose: Show a progress bar.
-        accelerator: As in :func:`finetune_llm_reasoning`.
-        num_epochs: Passes over the training seeds; None: no bound.
-        resume_from: As in :func:`finetune_llm_reasoning`.
-        max_wall_seconds: As in :func:`finetune_llm_reasoning`; all of ``max_steps``, ``num_epochs``
-            and it at None: one pass over the training seeds.
-        keep_checkpoints: As in :func:`finetune_llm_reasoning`.
-        exit_code_on_sigterm: As in :func:`finetune_llm_reasoning`.
-        evaluation_samples: Play every evaluation seed so often, with actions sampled as in
-            training, as in :func:`finetune_llm_reasoning`; None: once, greedily.
-        callbacks: As in :func:`finetune_llm_reasoning`.
-        completions_interval: As in :func:`finetune_llm_reasoning`; an episode is shown as its
-            transcript.
-        completions_shown: As in :func:`finetune_llm_reasoning`.
-        trackers: As in :func:`finetune_llm_reasoning`.
+        accelerator: The one that the agents were given, see
+            :func:`agilerl.utils.llm_utils.create_llm_accelerator`; None stands for it.
         groups_per_iteration: Training seeds played per iteration, over all processes.
         train_seeds: The training seeds are ``0 .. train_seeds - 1``.
         evaluation_episodes: Episodes of an evaluation.
@@ -296,6 +222,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917  the contract's arguments
             evaluation's, of all processes, that may fail; above it the run ends with an error.
         failure_retries: How often an episode that fails before its first prompt is tried again,
             with a new environment. A step cannot be.
+        The options of both functions: those of :class:`TrainingOptions`.
 
     Returns:
         ``pop``, trained.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from agilerl.llm_envs import TokenObservationWrapper
+from agilerl.training.options import TrainingOptions
 from agilerl.training.train_llm import finetune_llm_multiturn, finetune_llm_reasoning
 
 OPTIONS = {
@@ -62,7 +65,13 @@ OURS = {
     "callbacks": None, "completions_interval": None, "completions_shown": 4, "trackers": None,
 }  # fmt: skip
 OURS_OF_EACH: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-    (finetune_llm_reasoning, {"max_wall_seconds": None, "evaluation_rows": None}),
+    (
+        finetune_llm_reasoning,
+        {
+            "max_wall_seconds": None, "evaluation_rows": None, "zero_variance": "keep",
+            "max_resamples": 3,
+        },
+    ),
     (
         finetune_llm_multiturn,
         {
@@ -78,5 +87,20 @@ OURS_OF_EACH: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 def test_our_own_arguments(function: Callable[..., Any], own: dict[str, Any]) -> None:
     parameters = inspect.signature(function).parameters.values()
     found = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    expected = OURS | own
-    assert {name: found.get(name) for name in expected} == expected
+    assert found == OURS | own
+
+
+@pytest.mark.parametrize("function", [finetune_llm_reasoning, finetune_llm_multiturn])
+def test_the_docstring_describes_every_argument_once(function: Callable[..., Any]) -> None:
+    arguments = str(inspect.getdoc(function)).partition("Args:\n")[2].partition("\n\n")[0]
+    described = re.findall(r"^    (\S[^:]*):", arguments, re.MULTILINE)
+    assert sorted(described) == sorted(inspect.signature(function).parameters)
+
+
+def test_every_option_of_the_record_is_an_argument() -> None:
+    reasoning = inspect.signature(finetune_llm_reasoning).parameters
+    multiturn = inspect.signature(finetune_llm_multiturn).parameters
+    options = {option.name: option.default for option in fields(TrainingOptions)}
+    assert {name: reasoning[name].default for name in options} == options
+    # Seeds are no rows; evaluation_episodes says how many there are.
+    assert {*options} - {*multiturn} == {"evaluation_rows"}
