@@ -120,8 +120,10 @@ class SingleTurnEnvironment:
 
         Rows dropped as too long are not part of it.
         """
-        test = "none" if self._test is None else self._test.fingerprint()
-        return f"{self._train.fingerprint()}-{test}"
+        return f"{self._train.fingerprint()}-{self._test_fingerprint()}"
+
+    def _test_fingerprint(self) -> str:
+        return "none" if self._test is None else self._test.fingerprint()
 
     def reset(self, reset_dataloaders: bool = False) -> list[ReasoningPrompts]:
         """Hand out the present training batch; in ``eval_mode`` the first test batch.
@@ -314,6 +316,27 @@ class SingleTurnEnvironment:
         )
         self._train.load_state_dict(state)
         self._current = None
+
+    def with_appended_rows(self, state: Mapping[str, Any], fingerprint: str) -> dict[str, Any]:
+        """A position in fewer training rows as one in those of this environment, for it to load.
+
+        The pass goes on in the same order, and then over the appended rows; see
+        ``docs/checkpoints.md``.
+
+        Args:
+            state: What :meth:`state_dict` gave there.
+            fingerprint: What :meth:`fingerprint` gave there.
+
+        Raises:
+            ValueError: The training rows do not begin with those, or the test rows are others.
+        """
+        train, _, test = fingerprint.partition("-")
+        position = self._train.with_appended_rows(state, train)
+        require(
+            test == self._test_fingerprint(),
+            "test_dataset is another one; rows can be appended to train_dataset alone",
+        )
+        return position
 
     def close(self) -> None:
         """Stop the thread that async reward functions run on."""

@@ -110,7 +110,7 @@ class TrainingLoop:
     def _train_to_the_end(self, stop: GracefulStop) -> None:
         self._call("on_start")
         self._evaluate_first(stop)
-        ended = self._at_bound() or self.callbacks.stop_reason is not None
+        ended = self.at_bound() or self.callbacks.stop_reason is not None
         while not ended and self._stop_requested(stop) is None:
             ended = self._run_iteration(stop)
         if (reason := self.callbacks.stop_reason) is not None:
@@ -200,7 +200,7 @@ class TrainingLoop:
             self._write_rows(rows)
             self._rows = rows
             self._call("on_evaluation")
-        ended = self._at_bound() or self.callbacks.stop_reason is not None
+        ended = self.at_bound() or self.callbacks.stop_reason is not None
         evolved = resumed and not ended and self.evolution.evolve(self.iteration)
         if evolved or (resumed and postponed):
             self.progress = Progress.EVALUATED
@@ -215,7 +215,7 @@ class TrainingLoop:
             experiences = collect(self.population.members)
             for member, experience in zip(self.population, experiences, strict=True):
                 rows.append(self._train(member, experience))
-            ended = self._at_bound()
+            ended = self.at_bound()
             # If a callback fails, the resumed run is to make the evaluation.
             self._unevaluated = rows if self._evaluation_is_due(ended) else None
             self._call("on_iteration")
@@ -317,7 +317,7 @@ class TrainingLoop:
         consumed = max(member.consumed for member in self.population)
         self.log.write_rows(rows, consumed, self.population.best)
 
-    def _at_bound(self) -> bool:
+    def at_bound(self) -> bool:
         """Whether time is up, or an agent at ``max_steps``, or the data at ``num_epochs``."""
         steps, epochs = self.options.max_steps, self.options.num_epochs
         seconds = self.options.max_wall_seconds

@@ -38,6 +38,7 @@ _RULES: dict[str, Callable[[str, Any], None]] = {
     "tournament": InstanceOf(Selection, "a selection such as agilerl.hpo.TournamentSelection"),
     "checkpoint_steps": OPTIONAL_COUNT,
     "keep_checkpoints": COUNT,
+    "allow_appended_rows": FLAG,
     "save_elite": InstanceOf(bool, "True, False"),
     "max_reward": Number(-math.inf, optional=True),
     "init_hp": InstanceOf(Mapping, "a dict"),
@@ -94,6 +95,10 @@ class TrainingOptions:
             hyperparameters to random streams, is the checkpoint's. With the same
             ``checkpoint_path`` the run's files are continued, with another they are copied up to
             the checkpoint. See ``docs/checkpoints.md``.
+        allow_appended_rows: Whether the training data (or ``train_seeds``) may have more rows than
+            those of the checkpoint, which come first in them. The pass that is under way goes on as
+            it would have, and then over the appended rows; the next ones shuffle all rows together.
+            False: such a checkpoint is refused, as one of other data always is.
         save_elite: Save the best agent whenever an evaluation brings a new best fitness.
         elite_path: Directory of that checkpoint. An earlier run's elite there is moved to
             ``<elite_path>.earlier_1`` (2, 3, ...) when this run saves its first one, which the
@@ -137,6 +142,7 @@ class TrainingOptions:
     checkpoint_path: str | Path | None = None
     keep_checkpoints: int = 2
     resume_from: str | Path | None = None
+    allow_appended_rows: bool = False
     save_elite: bool | None = None
     elite_path: str | Path | None = None
     max_reward: float | None = None
@@ -182,20 +188,6 @@ class TrainingOptions:
     def accuracy_threshold(self) -> float:
         """Completions with at least this reward count as accurate."""
         return 1.0 if self.max_reward is None else float(self.max_reward)
-
-    def total_prompts(self, prompts: int | None, agents_per_env: int) -> int | None:
-        """Prompts per agent that the run will consume, up to the last batch; None if unknown.
-
-        Args:
-            prompts: Training prompts of an environment; None if it cannot count them.
-            agents_per_env: Agents that share one.
-        """
-        bounds = []
-        if self.max_steps is not None:
-            bounds.append(self.max_steps)
-        if self.num_epochs is not None and prompts is not None:
-            bounds.append(-(-self.num_epochs * prompts // agents_per_env))
-        return min(bounds, default=None)
 
     def check_evaluation(self, evaluates: bool) -> None:
         """Refuse what is decided by fitness where there is no held-out data.

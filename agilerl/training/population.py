@@ -19,6 +19,28 @@ class Parent:
     """The last iteration before that."""
 
 
+@dataclass(frozen=True)
+class EarlierPasses:
+    """Passes over the data of an environment that were completed before rows were appended."""
+
+    passes: int = 0
+    prompts: int = 0
+    """What they took, of all agents that share it."""
+
+    def completed(self, consumed: int, prompts: int) -> int:
+        """All passes after which so many prompts are consumed, with so many in one now."""
+        return self.passes + (consumed - self.prompts) // prompts
+
+    def extended(self, consumed: int, prompts: int) -> EarlierPasses:
+        """These and those after them, if rows are appended when so many prompts are consumed."""
+        passes = self.completed(consumed, prompts)
+        return EarlierPasses(passes, self.prompts_of(passes, prompts))
+
+    def prompts_of(self, passes: int, prompts: int) -> int:
+        """Prompts that are consumed after so many passes, with so many in one now."""
+        return self.prompts + (passes - self.passes) * prompts
+
+
 @dataclass(eq=False)
 class Member:
     """A member of the population: its agent, its collector, and its counters."""
@@ -104,6 +126,8 @@ class Population:
             )
             for agent, collector in zip(agents, collectors, strict=True)
         ]
+        self.earlier_passes = [EarlierPasses() for _ in self.collectors]
+        """Of each collector, for those that count prompts."""
         self.best: Best | None = None
         self.generations: list[dict[str, Any]] = []
         """What each selection made of the members, oldest first; JSON-compatible."""
@@ -147,7 +171,23 @@ class Population:
         if prompts is None:
             return member.epochs
         sharing = (each for each in self if each.collector is member.collector)
-        return sum(each.consumed for each in sharing) // prompts
+        earlier = self.earlier_passes[self.collectors.index(member.collector)]
+        return earlier.completed(sum(each.consumed for each in sharing), prompts)
+
+    def steps_of_passes(self, passes: int, resumed: Mapping[str, Any] | None = None) -> int | None:
+        """Prompts that each agent consumes in so many passes, up to the last batch.
+
+        None where prompts are not what is counted, or their number is not known.
+
+        Args:
+            passes: Of this run.
+            resumed: The state that it will be loaded from, if any.
+        """
+        prompts, sharing = self.collectors[0].training_prompts, self.collector_numbers.count(0)
+        if prompts is None:
+            return None
+        first = self.earlier_passes[0] if resumed is None else earlier_passes(resumed)[0]
+        return -(-first.prompts_of(passes, prompts) // sharing)
 
     def replace(self, member: Member, agent: Agent, parent: Member, iteration: int) -> Agent:
         """Replace a member's agent; its collector and its count of steps stay.
@@ -183,7 +223,9 @@ class Population:
     def state_dict(self) -> dict[str, Any]:
         """Members, collectors and best fitness; the agents' checkpoints hold the rest of them."""
         fitness = [member.agent.fitness[-1] for member in self if member.agent.fitness]
+        earlier = [asdict(each) for each in self.earlier_passes]
         return {
+            **({"earlier_passes": earlier} if any(each["passes"] for each in earlier) else {}),
             "fitness": float(max(fitness)) if fitness else None,
             "best": None if self.best is None else asdict(self.best),
             "generations": self.generations,
@@ -198,10 +240,17 @@ class Population:
         """Restore what :meth:`state_dict` gave; the agents are restored already."""
         for collector, saved in zip(self.collectors, state["environments"], strict=True):
             collector.load_state_dict(saved)
+        self.earlier_passes = earlier_passes(state)
         for member, saved in zip(self, state["agents"], strict=True):
             member.load_state_dict(saved)
         self.best = None if state["best"] is None else Best(**state["best"])
         self.generations = list(state["generations"])
+
+
+def earlier_passes(state: Mapping[str, Any]) -> list[EarlierPasses]:
+    """Of every environment in what :meth:`Population.state_dict` gave."""
+    noted = state.get("earlier_passes", [{} for _ in state["environments"]])
+    return [EarlierPasses(**each) for each in noted]
 
 
 def check_agents(pop: Any) -> None:

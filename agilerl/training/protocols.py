@@ -121,6 +121,15 @@ class FingerprintedEnv(SingleTurnEnv, Protocol):
     def fingerprint(self) -> str: ...
 
 
+class AppendableEnv(FingerprintedEnv, Protocol):
+    """One that can tell whether its training rows begin with those of an earlier run.
+
+    Its positions have their number as ``rows``.
+    """
+
+    def with_appended_rows(self, state: Mapping[str, Any], fingerprint: str) -> dict[str, Any]: ...
+
+
 class TokenizingEnv(Protocol):
     """One that shows the tokenizer whose padding it takes off completions."""
 
@@ -224,6 +233,15 @@ class Collector(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position in what :meth:`state_dict` gave."""
+
+    def with_appended_rows(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What :meth:`state_dict` gave with fewer training rows, as of the data that are here.
+
+        The same if they are the same.
+
+        Raises:
+            ValueError: If these data are not those with rows appended.
+        """
 
 
 class Rollout(Protocol):

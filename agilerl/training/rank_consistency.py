@@ -31,6 +31,7 @@ SHARED_OPTIONS = (
     "checkpoint_path",
     "keep_checkpoints",
     "resume_from",
+    "allow_appended_rows",
     "save_elite",
     "elite_path",
     "evo_steps",

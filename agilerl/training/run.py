@@ -8,7 +8,7 @@ import logging
 import platform
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ def run_training(
     population: Population,
     options: TrainingOptions,
     env_name: str,
-    total: int | None,
     ranks: Ranks | None = None,
 ) -> None:
     """Train a population in a run directory of its own, or resume a run in its directory.
@@ -55,7 +54,6 @@ def run_training(
         population: Who trains.
         options: Checked options.
         env_name: Names the run.
-        total: Steps per agent of the whole run, for the progress bar; None when unknown.
         ranks: The processes that train together; rank 0 writes.
 
     Raises:
@@ -73,7 +71,8 @@ def run_training(
     check_shared_storage(population, options, ranks)
     checkpoint: RunCheckpoint | None = None
     if found is not None:
-        checkpoint = read_checkpoint(found, population, env_name, ranks)
+        appended = options.allow_appended_rows
+        checkpoint = read_checkpoint(found, population, env_name, ranks, appended)
     name = ranks.on_rank_zero(lambda: _name_of_run(agents, env_name, options, checkpoint))
     with collective_run(), ExitStack() as stack:
         elite = None
@@ -82,7 +81,7 @@ def run_training(
         directory = stack.enter_context(
             RunDirectory(name, options.checkpoint_path, checkpoint, ranks)
         )
-        log = _opened_log(population, options, env_name, total, checkpoint, directory, ranks)
+        log = _opened_log(population, options, env_name, checkpoint, directory, ranks)
         failed = True
         try:
             _log_run_directory(log, directory, options, checkpoint, ranks)
@@ -94,6 +93,8 @@ def run_training(
                 while checkpoint.agents:
                     checkpoint.agents.pop().restore()
                 loop.load_state_dict(checkpoint.state)
+                if checkpoint.appended and loop.at_bound() and ranks.rank == 0:
+                    _warn_of_unused_rows(options)
             stopped_by = loop.run()
             failed = False
         finally:
@@ -102,6 +103,15 @@ def run_training(
         # A launcher ends the others as soon as one has failed, which is what 143 looks like to it.
         ranks.gather(None)
         raise SystemExit(options.exit_code_on_sigterm)
+
+
+def _warn_of_unused_rows(options: TrainingOptions) -> None:
+    names = ("num_epochs", "max_steps", "max_wall_seconds")
+    bounds = [f"{name}={vars(options)[name]}" for name in names if vars(options)[name] is not None]
+    logger.warning(
+        "The run was at its bound before rows were appended, so they are not trained on: raise %s.",
+        " or ".join(bounds),
+    )
 
 
 def _check_states(population: Population, options: TrainingOptions) -> None:
@@ -136,7 +146,6 @@ def _opened_log(
     population: Population,
     options: TrainingOptions,
     env_name: str,
-    total: int | None,
     checkpoint: RunCheckpoint | None,
     directory: RunDirectory,
     ranks: Ranks,
@@ -149,6 +158,7 @@ def _opened_log(
         ranks.on_rank_zero(lambda: take_over_logs(source, directory.path, saved))
     ranks.on_rank_zero(lambda: write_json(directory.path / "config.json", config))
     state = None if checkpoint is None else checkpoint.state
+    total = _total_steps(population, options, state)
 
     def opened() -> RunLog:
         if ranks.rank > 0:
@@ -159,6 +169,15 @@ def _opened_log(
         )
 
     return ranks.on_all_ranks(opened)
+
+
+def _total_steps(
+    population: Population, options: TrainingOptions, resumed: Mapping[str, Any] | None
+) -> int | None:
+    """Steps per agent of the whole run, for the progress bar; None when unknown."""
+    passes = options.num_epochs
+    of_passes = None if passes is None else population.steps_of_passes(passes, resumed)
+    return min((n for n in (options.max_steps, of_passes) if n is not None), default=None)
 
 
 def _log_run_directory(
@@ -173,6 +192,8 @@ def _log_run_directory(
     message = f"Run directory: {directory.path}"
     if checkpoint is not None:
         message += f", resumed from {checkpoint.path} (iteration {checkpoint.state['iteration']})"
+        if checkpoint.appended:
+            message += f", with appended training rows: {', '.join(map(str, checkpoint.appended))}"
     if not options.verbose:
         logger.info(message)
         return
@@ -191,12 +212,14 @@ def _resumptions(checkpoint: RunCheckpoint) -> list[dict[str, Any]]:
         resumed = list(earlier.get("resumed", []))
     except (OSError, ValueError, AttributeError, TypeError):
         resumed = []  # it is for reading only
-    this = {
+    this: dict[str, Any] = {
         "from": str(checkpoint.path),
         "iteration": checkpoint.state["iteration"],
         "run": checkpoint.state["run"],
         "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+    if checkpoint.appended:
+        this["appended_rows"] = checkpoint.appended
     return [*resumed, this]
 
 

@@ -65,6 +65,7 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917, D417  the contract's argu
     callbacks: Sequence[Callback] | None = None,
     zero_variance: ZeroVariance = "keep",
     max_resamples: int = 3,
+    allow_appended_rows: bool = False,
     completions_interval: int | None = None,
     completions_shown: int = 4,
     trackers: Sequence[Tracker] | None = None,
@@ -131,13 +132,10 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917, D417  the contract's argu
         key: ReasoningCollector(made, sampling, ranks) for key, made in distinct_envs.items()
     }
     collectors = [collector_of[id(made)] for made in envs]
-    total = options.total_prompts(
-        collectors[0].training_prompts, agents_per_env=len(envs) // len(distinct_envs)
-    )
     population = Population(pop, collectors)
     options.check_evaluation(population.evaluates)
     check_evaluation_arguments(envs[0], options)
-    run_training(population, options, envs[0].name, total, ranks)
+    run_training(population, options, envs[0].name, ranks)
     return pop
 
 
@@ -176,6 +174,7 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917, D417  the contract's argu
     completions_interval: int | None = None,
     completions_shown: int = 4,
     trackers: Sequence[Tracker] | None = None,
+    allow_appended_rows: bool = False,
     groups_per_iteration: int = 8,
     train_seeds: int = 1024,
     evaluation_episodes: int = 64,
@@ -283,5 +282,5 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917, D417  the contract's argu
             for env in envs
         ]
         population = Population(pop, collectors)
-        run_training(population, options, name, max_steps, ranks)
+        run_training(population, options, name, ranks)
     return pop

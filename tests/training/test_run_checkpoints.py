@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 from resume_helpers import (
+    TOKENIZER,
     After,
     checkpoints_in,
+    dataset,
     files_up_to,
     make_agents,
     make_gym,
@@ -27,6 +29,7 @@ from resume_helpers import (
 )
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.llm_envs import ReasoningGym
 from agilerl.training.checkpoint.run_checkpoint import (
     best_checkpoint,
     complete_checkpoints,
@@ -245,6 +248,57 @@ def test_another_run_is_refused(options: dict[str, Any], says: str, run: Path) -
     with pytest.raises(ValueError, match=says):
         resume(run, pop=make_agents(options.get("pop", 1), **arguments), env=env)
     assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rows": 4}, "5 there, 4 here. .*train_dataset has 4 rows, and had 5; rows can be"),
+        ({"rows": 8, "word": "brain"}, "the first 5 of the 8 rows of train_dataset are not the 5"),
+        ({"word": "brain"}, "the first 5 of the 5 rows of train_dataset are not the 5"),
+        ({"rows": 8, "test_rows": 4}, "test_dataset is another one; rows can be appended to train"),
+        ({"rows": 8, "template": "{question}!"}, "or other templates make prompts of them"),
+        ({"rows": 8, "seed": 1}, "seed of environment 0: 42 there, 1 here. Pass"),
+        ({"rows": 8, "name": "other"}, "environment: 'ReasoningGym' there, 'other' here. Pass"),
+        ({"rows": 8, "pop": 2}, r"agents: \['GRPO 0'\] there, \['GRPO 0', 'GRPO 1'\] here. Pass"),
+    ],
+)
+@pytest.mark.parametrize("allow", [True, False])
+def test_data_that_do_not_begin_with_the_saved_rows_are_refused(
+    options: dict[str, Any], says: str, allow: bool, run: Path
+) -> None:
+    given = {"seed": 42, "test_rows": 3, "template": "{question}", "word": "train", "rows": 5}
+    given |= options
+    env = ReasoningGym(
+        dataset(given["word"], given["rows"]),
+        dataset("test", given["test_rows"]),
+        TOKENIZER,
+        lambda completion: 0.0,
+        [{"role": "user", "content": given["template"]}],
+        seed=given["seed"],
+    )
+    env.name = options.get("name", env.name)
+    before = sorted(run.rglob("*"))
+    pop = make_agents(options.get("pop", 1))
+    with pytest.raises(ValueError, match=says if allow else "another run") as caught:
+        resume(run, pop=pop, env=env, allow_appended_rows=allow)
+    assert ("allow_appended_rows" in str(caught.value)) == (allow and not says.endswith("Pass"))
+    assert sorted(run.rglob("*")) == before
+
+
+def test_the_refusal_of_data_with_appended_rows_names_the_option(run: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows of environment 0: 5 there, 6 here\.") as caught:
+        resume(run, env=make_gym(rows=6))
+    assert "allow_appended_rows=True goes on with them, and then with the rest" in str(caught.value)
+
+
+def test_appended_rows_of_an_environment_that_cannot_tell_them_are_refused() -> None:
+    saved = ReasoningCollector(FakeGym(rows=5)).state_dict()
+    assert ReasoningCollector(FakeGym(rows=5)).with_appended_rows(saved) == saved
+    with pytest.raises(ValueError, match=r"a FakeGym cannot tell .* lacks .*with_appended_rows"):
+        ReasoningCollector(FakeGym(rows=6)).with_appended_rows(saved)
+    with pytest.raises(ValueError, match="it lacks what it was saved with"):
+        ReasoningCollector(make_gym()).with_appended_rows(saved)
 
 
 def test_data_of_environments_without_fingerprint_are_known_by_their_lengths() -> None:

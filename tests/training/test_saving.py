@@ -103,7 +103,7 @@ def test_when_time_is_up_the_last_iteration_is_evaluated(
         verbose=False,
     )
     population = Population([agent], [ReasoningCollector(FakeGym(rows=99))])
-    run_training(population, options, "digits", None)
+    run_training(population, options, "digits")
     with (tmp_path / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [bool(row["fitness"]) for row in rows] == [True, False, True]

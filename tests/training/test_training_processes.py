@@ -61,7 +61,7 @@ def train(ranks: Ranks, on_learn: Learn = lambda agent: None, size: int = 1, **o
         agent.engine = SimpleNamespace(sharded=options.get("max_steps") == 5)
     given = TrainingOptions(**({"max_steps": 4, "verbose": False} | options))
     population = Population(pop, [ReasoningCollector(FakeGym(rows=99)) for _ in pop])
-    run_training(population, given, "d", None, ranks)
+    run_training(population, given, "d", ranks)
     return len(pop[0].learned)
 
 
@@ -76,6 +76,7 @@ def refused(results: list[Any], kind: type[Exception]) -> str:
     ("name", "values"),
     [
         ("resume_from", ("run", None)),
+        ("allow_appended_rows", (True, False)),
         ("max_steps", (4, 6)),
         ("evaluation_interval", (10, 5)),
         ("checkpoint_path", ("run", "other")),
@@ -108,7 +109,7 @@ def refused_data(folder: Path, make: Callable[[Ranks], Collector]) -> str:
 
     def action(ranks: Ranks) -> None:
         options = TrainingOptions(max_steps=4, verbose=False, checkpoint_path=folder / "run")
-        run_training(Population([FakeAgent(3)], [make(ranks)]), options, "d", None, ranks)
+        run_training(Population([FakeAgent(3)], [make(ranks)]), options, "d", ranks)
 
     said = refused(on_two_ranks(folder / "ranks", action), ValueError)
     assert not (folder / "run").exists()
@@ -185,7 +186,7 @@ def test_environments_that_divide_their_data_themselves_are_let_be(tmp_path: Pat
     def action(ranks: Ranks) -> int:
         options = TrainingOptions(max_steps=4, verbose=False, checkpoint_path=tmp_path / "run")
         agent, collector = AgentOfRank(), ReasoningCollector(Part(ranks.rank))
-        run_training(Population([agent], [collector]), options, "d", None, ranks)
+        run_training(Population([agent], [collector]), options, "d", ranks)
         return len(agent.learned)
 
     assert on_two_ranks(tmp_path, action) == [1, 1]
@@ -341,7 +342,7 @@ def test_a_signal_to_one_process_stops_the_evaluation_of_all(
         options = TrainingOptions(checkpoint_path=tmp_path / "run", verbose=False)
         population = Population([agent], [ReasoningCollector(env)])
         with pytest.raises(SystemExit) as stopped:
-            run_training(population, options, "d", None, ranks)
+            run_training(population, options, "d", ranks)
         return stopped.value.code, env.asked, agent.fitness, agent.steps
 
     results = on_two_ranks(tmp_path, action)

@@ -6,7 +6,7 @@ from agilerl.llm_envs.dataset.batches import ShuffledBatches, TrainingBatches
 from agilerl.llm_envs.dataset.fingerprint import fingerprint
 from agilerl.llm_envs.dataset.held_out import HeldOutRows
 from agilerl.llm_envs.dataset.prompt_dataset import PromptBatch, PromptDataset, PromptReader
-from agilerl.llm_envs.dataset.sampler import TrainingBatchSampler
+from agilerl.llm_envs.dataset.sampler import TrainingBatchSampler, with_appended_rows
 from agilerl.llm_envs.dataset.splits import Splits
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "TrainingBatchSampler",
     "TrainingBatches",
     "fingerprint",
+    "with_appended_rows",
 ]

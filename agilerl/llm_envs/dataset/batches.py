@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from agilerl.checks import require
 from agilerl.llm_envs.dataset.prompt_dataset import PromptBatch, PromptDataset
-from agilerl.llm_envs.dataset.sampler import TrainingBatchSampler
+from agilerl.llm_envs.dataset.sampler import TrainingBatchSampler, with_appended_rows
 
 
 class TrainingBatches(Protocol):
@@ -41,6 +42,17 @@ class TrainingBatches(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position; raises ValueError if it is one in other data."""
+
+    def with_appended_rows(self, state: Mapping[str, Any], fingerprint: str) -> dict[str, Any]:
+        """A position in the first of these rows as one in all of them.
+
+        Args:
+            state: The position.
+            fingerprint: Of the data that it is in.
+
+        Raises:
+            ValueError: These data do not begin with them.
+        """
 
 
 class ShuffledBatches(TrainingBatchSampler):
@@ -95,6 +107,23 @@ class ShuffledBatches(TrainingBatchSampler):
         """See :class:`TrainingBatches`."""
         super().load_state_dict(state)
         self._ahead.clear()
+
+    def with_appended_rows(self, state: Mapping[str, Any], fingerprint: str) -> dict[str, Any]:
+        """See :class:`TrainingBatches`."""
+        saved, name = state["rows"], self.dataset.name
+        require(
+            saved <= self.rows,
+            f"{name} has {self.rows} rows, and had {saved}; rows can be appended, not removed",
+        )
+        # Of the rows that fit, as positions are: a row that is dropped now, or no longer is, moves
+        # those behind it, and is found here.
+        require(
+            self.dataset.fingerprint(saved) == fingerprint,
+            f"the first {saved} of the {self.rows} rows of {name} are not the {saved} that there "
+            "were, or other columns are read, or other templates make prompts of them; rows can "
+            "be appended at the end, with the same max_context_length",
+        )
+        return with_appended_rows(state, self.rows)
 
     def lengths(self) -> list[int]:
         """See :class:`TrainingBatches`."""

@@ -177,15 +177,19 @@ class PromptDataset:
             self._keys = array("q", (prompt_key(read(row, where)) for row, where in self._each()))
         return self._keys
 
-    def fingerprint(self) -> str:
-        """A digest of questions, answers, further columns and what makes prompts of them."""
+    def fingerprint(self, rows: int | None = None) -> str:
+        """A digest of questions, answers, further columns and what makes prompts of them.
+
+        Args:
+            rows: Only the first ``rows`` of those that fit; None: all.
+        """
         columns = [c for c in self._rows.column_names if c not in ("question", "answer")]
 
         def parts() -> Iterator[Any]:
             yield self._reader.templates()
-            for row, _ in self._each():
+            for row, _ in self._each(rows):
                 yield row.get("question"), row.get("answer")
-            for row, _ in self._each() if columns else ():
+            for row, _ in self._each(rows) if columns else ():
                 yield {column: row[column] for column in columns}
 
         return fingerprint(parts())
@@ -193,10 +197,11 @@ class PromptDataset:
     def _counted(self, texts: Sequence[str]) -> list[int]:
         return [len(ids) for ids in self._reader.encoder.tokenize(texts)]
 
-    def _each(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """The rows that fit, each with its name."""
-        for start in range(0, len(self._kept), _ROWS_AT_A_TIME):
-            numbers = self._kept[start : start + _ROWS_AT_A_TIME]
+    def _each(self, count: int | None = None) -> Iterator[tuple[dict[str, Any], str]]:
+        """The rows that fit, each with its name; only the first ``count``, unless it is None."""
+        kept = self._kept[:count]
+        for start in range(0, len(kept), _ROWS_AT_A_TIME):
+            numbers = kept[start : start + _ROWS_AT_A_TIME]
             for number, row in zip(numbers, self._rows.take(numbers), strict=True):
                 yield row, self._where(number)
 

@@ -168,6 +168,14 @@ class StreamedBatches:
             "stream from the same files, and shuffle with a seed: dataset.shuffle(seed=42)"
         )
 
+    def with_appended_rows(self, state: Mapping[str, Any], fingerprint: str) -> dict[str, Any]:
+        """See :class:`TrainingBatches`. Of a stream the first rows are compared, not the last."""
+        require(
+            self.fingerprint() == fingerprint,
+            f"{self._stream.name} is a stream with other first rows, columns or templates",
+        )
+        return dict(state)
+
     def _read_to(self, state: Mapping[str, Any], checkpoint: _Checkpoint) -> bool:
         """Go to a state by way of a checkpoint; whether its row is there."""
         self._open(state["epoch"], checkpoint)

@@ -28,6 +28,7 @@ from agilerl.algorithms.checkpoint.load import SavedAgent, read_saved_agent
 from agilerl.checks import require
 from agilerl.distributed import Ranks
 from agilerl.llm.checkpoint.schema import DamagedCheckpointError, check, damaged, reading
+from agilerl.training.checkpoint.appended_rows import count_appended, with_appended_rows
 from agilerl.training.checkpoint.run_state import RunState
 from agilerl.training.population import Population
 
@@ -42,7 +43,9 @@ class RunCheckpoint:
 
     path: Path
     state: dict[str, Any]
-    """Content of ``run_state.json``."""
+    """Content of ``run_state.json``, with the rows that were appended to the data since."""
+    appended: list[int]
+    """How many these are, of each environment."""
     agents: list[SavedAgent]
     """Those of a population, in its order, which they fit."""
 
@@ -107,9 +110,20 @@ def find_checkpoint(resume_from: str | Path) -> Path:
 
 
 def read_checkpoint(
-    path: Path, population: Population, env_name: str, ranks: Ranks
+    path: Path,
+    population: Population,
+    env_name: str,
+    ranks: Ranks,
+    allow_appended_rows: bool = False,
 ) -> RunCheckpoint:
     """Read the checkpoint that a run is to be resumed from, on all ranks; changes nothing.
+
+    Args:
+        path: Its folder.
+        population: Who trains, and on what.
+        env_name: Of the environment.
+        ranks: The processes that train together.
+        allow_appended_rows: Whether the data may have more rows than those of the checkpoint.
 
     Raises:
         ValueError: If a file is missing, damaged or of another version, if it was saved in the
@@ -117,27 +131,38 @@ def read_checkpoint(
             naming what differs and what to do instead.
     """
 
-    def read_run() -> dict[str, Any]:
+    def read_run() -> tuple[dict[str, Any], list[int]]:
         state = _read_state(path)
-        theirs = _identity(state)
-        own = _identity(population.state_dict() | {"environment": env_name})
-        for what in theirs | own:
-            require(
-                theirs.get(what) == own.get(what),
-                f"{path} is a checkpoint of another run: {what}: {theirs.get(what)!r} there, "
-                f"{own.get(what)!r} here. Pass the population and the environments that the run "
-                "was started with, or leave resume_from out to start a new run.",
+        own = population.state_dict() | {"environment": env_name}
+        grown, obstacle = state, ""
+        if _difference(_run_identity(state), _run_identity(own)) is None:
+            grown, obstacle = with_appended_rows(state, population.collectors)
+        accepted = grown if allow_appended_rows else state
+        difference = _difference(_identity(accepted), _identity(own))
+        if difference is not None:
+            remedy = ""
+            if allow_appended_rows:
+                remedy = f" allow_appended_rows=True does not help: {obstacle}." * bool(obstacle)
+            elif _difference(_identity(grown), _identity(own)) is None:
+                remedy = (
+                    " The training data begin with those of that run: allow_appended_rows=True "
+                    "goes on with them, and then with the rest."
+                )
+            raise ValueError(
+                f"{path} is a checkpoint of another run: {difference}.{remedy} Pass the population "
+                "and the environments that the run was started with, or leave resume_from out to "
+                "start a new run."
             )
-        return state
+        return accepted, count_appended(state, accepted)
 
     try:
-        state = ranks.on_all_ranks(read_run)
+        state, appended = ranks.on_all_ranks(read_run)
         agents = [
             read_saved_agent(agent, path / f"agent_{agent.index}") for agent in population.agents
         ]
     except (FileNotFoundError, DamagedCheckpointError) as error:
         raise ValueError(f"{error}; {_alternative(path)}") from error
-    return RunCheckpoint(path, state, agents)
+    return RunCheckpoint(path, state, appended, agents)
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -164,13 +189,26 @@ def _alternative(path: Path) -> str:
     return "there is no older checkpoint beside it"
 
 
-def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What does not change while a run trains, by the name that an error gives it."""
-    identity = {
+def _difference(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """The first thing that is another one in a checkpoint, with both values."""
+    for what in {**theirs, **own}:
+        if theirs.get(what) != own.get(what):
+            return f"{what}: {theirs.get(what)!r} there, {own.get(what)!r} here"
+    return None
+
+
+def _run_identity(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Who trains in what, by the name that an error gives it."""
+    return {
         "agents": [f"{agent['algo']} {agent['index']}" for agent in state["agents"]],
         "environment of each agent": [agent["environment"] for agent in state["agents"]],
         "environment": state["environment"],
     }
+
+
+def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What does not change while a run trains, by the name that an error gives it."""
+    identity = _run_identity(state)
     for number, env in enumerate(state["environments"]):
         data = {name: env["position"].get(name) for name in ("rows", "seed")} | env
         del data["position"]

@@ -48,6 +48,7 @@ class RunState(TypedDict):
     generations: list[dict[str, Any]]
     agents: list[MemberState]
     environments: list[dict[str, Any]]
+    earlier_passes: NotRequired[list[dict[str, int]]]  # only where rows were appended after a pass
     unevaluated_rows: list[dict[str, float]] | None
     log: dict[str, Any]
     callbacks: NotRequired[list[dict[str, Any]]]  # not in checkpoints from before there were any

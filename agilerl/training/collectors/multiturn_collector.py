@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agilerl.llm_envs.dataset import TrainingBatchSampler
+from agilerl.checks import require
+from agilerl.llm_envs.dataset import TrainingBatchSampler, with_appended_rows
 from agilerl.llm_envs.vector.episodes import Episodes
 from agilerl.llm_envs.vector.vector_env import SyncMultiTurnVecEnv
 from agilerl.training.collectors.experience import (
@@ -109,6 +110,15 @@ class MultiTurnCollector:
         position = dict(state["position"])
         self.env.make_environments(position.pop("environments", ()))
         self.order.load_state_dict(position)
+
+    def with_appended_rows(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See :class:`agilerl.training.protocols.Collector`; the first of more seeds are these."""
+        position, rows = state["position"], self.order.rows
+        require(
+            position["rows"] <= rows,
+            f"train_seeds is {rows}, and was {position['rows']}; it can be raised, not lowered",
+        )
+        return {**state, "position": with_appended_rows(position, rows)}
 
 
 class EpisodeRollout:

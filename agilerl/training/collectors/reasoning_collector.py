@@ -29,6 +29,7 @@ from agilerl.training.collectors.rollouts import roll_out
 from agilerl.training.evaluation import WatchedEnv
 from agilerl.training.protocols import (
     Agent,
+    AppendableEnv,
     EvaluationPlan,
     FailureBoundEnv,
     FailureReportingEnv,
@@ -46,9 +47,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ORDER = ("rows", "seed", "epoch", "offset")
+_ORDER = ("rows", "seed", "epoch", "offset", "segments")
 """Keys of an environment's ``state_dict()`` that, if present, are the same in every process."""
 _LENGTHS = "prompt_lengths"
+_FINGERPRINT = "questions_and_answers"
 
 
 class ReasoningCollector:
@@ -256,6 +258,20 @@ class ReasoningCollector:
         self.env.load_state_dict(state["position"])
         self._prompts = self.env.reset()
 
+    def with_appended_rows(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See :class:`agilerl.training.protocols.Collector`."""
+        if self._data.items() <= state.items():
+            return dict(state)
+        lacking = missing_members(self.env, AppendableEnv)
+        require(
+            not lacking and _FINGERPRINT in state,
+            f"a {type(self.env).__name__} cannot tell whether its rows begin with those that there "
+            f"were: it lacks {' and '.join(lacking) or 'what it was saved with'}",
+        )
+        env = cast(AppendableEnv, self.env)
+        position = env.with_appended_rows(state["position"], state[_FINGERPRINT])
+        return {**state, **self._data, "position": position}
+
 
 class ReasoningRollout:
     """A batch of prompts, or several with resampling, each completed ``group_size`` times."""
@@ -295,7 +311,7 @@ def _same_prompts(some: Sequence[ReasoningPrompts], others: Sequence[ReasoningPr
 def _data_digest(env: SingleTurnEnv) -> dict[str, str]:
     """What identifies an environment's data, under the name that an error gives it."""
     if not missing_members(env, FingerprintedEnv):
-        return {"questions_and_answers": cast(FingerprintedEnv, env).fingerprint()}
+        return {_FINGERPRINT: cast(FingerprintedEnv, env).fingerprint()}
     lengths = ",".join(map(str, env.prompt_lengths()))
     return {_LENGTHS: hashlib.sha256(lengths.encode()).hexdigest()[:16]}
 
