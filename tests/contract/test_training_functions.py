@@ -62,7 +62,8 @@ def test_arguments(function: Callable[..., Any], expected: dict[str, Any]) -> No
 
 OURS = {
     "keep_checkpoints": 2, "allow_appended_rows": False, "exit_code_on_sigterm": 143,
-    "evaluation_samples": None, "callbacks": None, "completions_interval": None, "completions_shown": 4, "trackers": None,
+    "evaluation_samples": None, "callbacks": None, "completions_interval": None,
+    "completions_shown": 4, "trackers": None,
 }  # fmt: skip
 OURS_OF_EACH: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (
