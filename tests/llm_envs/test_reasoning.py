@@ -436,6 +436,30 @@ def test_long_prompts_are_left_out_with_their_count(
     assert "test_dataset: dropped 1 of 3 rows" in caplog.text
 
 
+def test_rows_that_are_too_long_do_not_count_where_rows_are_appended(make_env: MakeEnv) -> None:
+    """Positions count the rows that fit: another limit that keeps other ones is noticed."""
+
+    def make(questions: list[str], limit: int = 27) -> Any:
+        train = Dataset.from_dict({"question": questions, "answer": ["1"] * len(questions)})
+        splits = {"train_dataset": train, "test_dataset": None}
+        return make_env(**splits, max_context_length=limit, data_batch_size_per_gpu=1)
+
+    saved = make(["xxx", "x", "y", "yyy"])
+    saved.step([torch.tensor([[*prompt["input_ids"][0], 65]]) for prompt in saved.reset()])
+    state, fingerprint = saved.state_dict(), saved.fingerprint()
+    assert (state["rows"], state["offset"]) == (2, 1)
+    more = make(["xxx", "x", "y", "yyy", "zzz", "z"])
+    more.load_state_dict(more.with_appended_rows(state, fingerprint))
+    assert more.state_dict() == {**state, "rows": 3, "segments": [2, 1]}
+    saved.reset()
+    more.reset()
+    assert more.questions == saved.questions
+    questions = ["xxx", "x", "y", "z"]
+    assert make(questions, 26).with_appended_rows(state, fingerprint)["rows"] == 3
+    with pytest.raises(ValueError, match="the first 2 of the 4 rows of train_dataset are not"):
+        make(questions, 28).with_appended_rows(state, fingerprint)
+
+
 def test_nothing_is_said_when_all_prompts_fit(
     make_env: MakeEnv, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,21 @@ def test_the_script_runs_and_runs_again(tmp_path: Path, monkeypatch: pytest.Monk
     histories = [[(agent.scores, agent.fitness) for agent in names["pop"]]
                  for names in (first, second)]  # fmt: skip
     assert histories[0] == histories[1]
+    # The next script has more rows, of which the longer run uses every one.
+    with pytest.raises(ValueError, match="allow_appended_rows=True goes on with them"):
+        exec(SCRIPTS[1].replace("allow_appended_rows=True,", ""), second)
+    exec(SCRIPTS[1], second)
+    assert rows_of(tmp_path / "run")[: len(rows)] == rows
+    lines = (tmp_path / "run" / "completions.jsonl").read_text().splitlines()
+    asked = [(line["iteration"], line["question"]) for line in map(json.loads, lines)]
+    assert {question for iteration, question in asked if iteration <= 4} == {"a?", "b?", "c?"}
+    assert {question for _, question in asked} == {"a?", "b?", "c?", "e?", "f?"}
 
 
 def test_saving_and_loading_one_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(SCRIPTS[1], names)
+    exec(SCRIPTS[2], names)
     ids = names["completion_ids"][0]
     with torch.no_grad():
         logits = [model(input_ids=ids).logits for model in
@@ -49,10 +59,10 @@ def test_a_stage_starts_from_the_one_before(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(SCRIPTS[1], names)
+    exec(SCRIPTS[2], names)
     names["model"].save_pretrained("sft_adapter")
     names["agent"] = GRPO(actor_network=tiny_model(), **names["settings"])
-    exec(SCRIPTS[2], names)
+    exec(SCRIPTS[3], names)
     roles = [names["agent"].policy.parameters(role) for role in ("actor", "reference")]
     trained = names["again"].policy.parameters().values()
     for parameters in roles:

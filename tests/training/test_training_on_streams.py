@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,12 @@ SCORINGS = 2 * 2 * 3
 """Completions of an iteration: of two agents, two prompts in groups of three."""
 
 
-def rows() -> Iterator[dict[str, Any]]:
-    for number in range(7):
+def rows(count: int = 7) -> Iterator[dict[str, Any]]:
+    for number in range(count):
         yield {"question": f"stream{number}?", "answer": "a"}
 
 
-def gym(hook: Any = None, length: int = 100, shuffled: bool = True) -> ReasoningGym:
+def gym(hook: Any = None, length: int = 100, shuffled: bool = True, count: int = 7) -> ReasoningGym:
     """Seven rows, two at a time."""
 
     def reward(completion: str) -> float:
@@ -41,7 +42,7 @@ def gym(hook: Any = None, length: int = 100, shuffled: bool = True) -> Reasoning
             hook()
         return len(set(completion)) / 8
 
-    stream = IterableDataset.from_generator(rows)
+    stream = IterableDataset.from_generator(rows, gen_kwargs={"count": count})
     return ReasoningGym(
         stream.shuffle(seed=5, buffer_size=3) if shuffled else stream,
         dataset("test", 3),
@@ -110,3 +111,31 @@ def test_another_stream_is_refused_on_resuming(tmp_path: Path) -> None:
     train(tmp_path, make_agents(1), gym(), max_steps=2)
     with pytest.raises(ValueError, match="checkpoint of another run: questions_and_answers"):
         train(tmp_path, make_agents(1), gym(shuffled=False), max_steps=4, resume_from=tmp_path)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_stream_that_has_grown_is_read_to_its_new_end(allowed: bool, tmp_path: Path) -> None:
+    """It is known by its first rows alone."""
+
+    def run(count: int, **options: Any) -> None:
+        env = gym(shuffled=False, count=count)
+        train(tmp_path, make_agents(1), env, num_epochs=1, **options)
+
+    run(8, max_steps=4)
+    run(10, resume_from=tmp_path, allow_appended_rows=allowed)
+    assert [row["steps"] for row in rows_of(tmp_path)] == ["0", "2", "4", "6", "8", "10"]
+    lines = (tmp_path / "completions.jsonl").read_text().splitlines()
+    asked = dict.fromkeys(json.loads(line)["question"] for line in lines)
+    assert list(asked) == [f"stream{number}?" for number in range(10)]
+
+
+def test_rows_appended_to_a_stream_of_few_are_refused(tmp_path: Path) -> None:
+    """What stands there is among its first rows."""
+    train(tmp_path, make_agents(1), gym(count=2), max_steps=2)
+    with pytest.raises(ValueError, match="is a stream with other first rows, columns or templ"):
+        train(
+            *(tmp_path, make_agents(1), gym(count=5)),
+            max_steps=4,
+            resume_from=tmp_path,
+            allow_appended_rows=True,
+        )
