@@ -21,7 +21,11 @@ from agilerl.algorithms.core.llm_algorithm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.checks import require, warn
 from agilerl.distributed import ranks_of
-from agilerl.llm.advantages import compute_advantages, zero_variance_groups
+from agilerl.llm.advantages import (
+    compute_advantages,
+    credited_turns,
+    zero_variance_groups,
+)
 from agilerl.llm.batch import TrainBatch, make_batch
 from agilerl.llm.config import (
     AdvNorm,
@@ -355,15 +359,10 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         trajectories = int(batch.trajectory_of_row.max()) + 1
         kept = check_sample_mask(sample_mask, trajectories, self.group_size).to(batch.device)
         returns = shape_rewards(rewards, trajectories, self.group_size, kept).to(batch.device)
-        advantages, loss_mask = compute_advantages(
-            returns,
-            batch.action_mask,
-            self.advantage_config(),
-            batch.turn_ids,
-            batch.trajectory_ids,
-            ranks,
-            kept,
-        )
+        credit = self.advantage_config(), batch.turn_ids, batch.trajectory_ids
+        advantages, loss_mask = compute_advantages(returns, batch.action_mask, *credit, ranks, kept)
+        turns = credited_turns(returns, batch.action_mask, *credit)
+        equal_groups = zero_variance_groups(returns, self.group_size, kept, turns)
         batch = replace(batch, advantages=advantages, loss_mask=loss_mask)
         cut_off = self._masked(truncated, trajectories).to(batch.device)
         if self.importance_anchor == "sampler":
@@ -384,7 +383,6 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             self.skipped_steps,
         )
         self.engine.advance_schedule()
-        equal_groups = zero_variance_groups(returns, self.group_size, kept)
         measured = batch_metrics(batch, generated, equal_groups, ranks)
         return {**metrics.result(), **measured, "lr": lr}
 

@@ -119,29 +119,88 @@ def _std_of_turns(rewards: torch.Tensor, played: torch.Tensor, ranks: Ranks) -> 
 
 
 def zero_variance_groups(
-    rewards: torch.Tensor, group_size: int, kept: torch.Tensor | None = None
+    rewards: torch.Tensor,
+    group_size: int,
+    kept: torch.Tensor | None = None,
+    turns: torch.Tensor | None = None,
 ) -> int:
-    """Count the groups of ``(N,)`` or ``(N, U)`` rewards whose returns are equal up to rounding.
+    """Count the groups that are not among the :func:`varying_groups`.
 
     Those with fewer than two members that count (``kept``, ``(N,)`` bool) are none of them.
     """
     member = (torch.ones(len(rewards), dtype=torch.bool) if kept is None else kept).view(
         -1, group_size
     )
-    varying = varying_groups(rewards, group_size, kept)
+    varying = varying_groups(rewards, group_size, kept, turns)
     return int((~varying & (member.sum(1) > 1).to(varying.device)).sum())
 
 
 def varying_groups(
-    rewards: torch.Tensor, group_size: int, kept: torch.Tensor | None = None
+    rewards: torch.Tensor,
+    group_size: int,
+    kept: torch.Tensor | None = None,
+    turns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``(P,)`` bool: groups with two returns that count (``kept``) and differ beyond rounding."""
-    returns, magnitude = _returns(rewards)
-    member = (torch.ones_like(returns, dtype=torch.bool) if kept is None else kept).view(
-        -1, group_size
+    """Groups of which an advantage is not 0.
+
+    Per trajectory these are groups with two returns that differ beyond rounding. Per turn, two
+    episodes with rewards ``[1, 0]`` and ``[0, 1]`` vary although their returns are equal, and of
+    three with ``[1]``, ``[1, 1]`` and ``[1, 1]`` no turn varies although their returns do.
+
+    Args:
+        rewards: ``(N,)`` returns, or ``(N, U)`` rewards per turn.
+        group_size: G.
+        kept: ``(N,)`` bool: the members that count; None: all of them.
+        turns: ``(N, U)`` bool, the turns that have an advantage each, see :func:`credited_turns`;
+            None: advantages are per trajectory.
+
+    Returns:
+        ``(P,)`` bool.
+    """
+    if turns is None:
+        centred = group_relative(rewards, group_size, "mean_only", kept)
+    else:
+        centred = group_relative_per_turn(rewards * turns, turns, group_size, "mean_only", kept)
+    return (centred != 0).view(len(rewards) // group_size, -1).any(1)
+
+
+def credited_turns(
+    rewards: torch.Tensor,
+    action_mask: torch.Tensor,
+    config: AdvantageConfig,
+    turn_ids: torch.Tensor | None = None,
+    trajectory_ids: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """The turns that have an advantage each.
+
+    Args:
+        rewards: As for :func:`compute_advantages`, like what follows.
+        action_mask: As there.
+        config: As there.
+        turn_ids: As there.
+        trajectory_ids: As there.
+
+    Returns:
+        ``(N, U)`` bool, the turns of each trajectory that have an action; None: advantages are per
+        trajectory.
+
+    Raises:
+        ValueError: If a turn has no reward.
+    """
+    if config.granularity != "turn" or turn_ids is None or rewards.dim() == 1:
+        return None
+    turns = torch.where(action_mask, turn_ids, -1)
+    require(
+        int(turns.max()) < rewards.shape[1],
+        f"turn_ids go up to {int(turns.max())}, but rewards have {rewards.shape[1]} turns: turns "
+        "count from 0, one column of rewards each",
     )
-    spread, largest = _spread(returns.view(-1, group_size), magnitude.view(-1, group_size), member)
-    return (~_equal(spread, largest) & (member.sum(1, keepdim=True) > 1)).squeeze(1)
+    if trajectory_ids is None:
+        trajectory_ids = torch.arange(len(turns), device=turns.device)
+    # One column more than there are turns takes the positions without an action.
+    played = torch.zeros(rewards.shape[0], rewards.shape[1] + 1, dtype=torch.bool).to(turns.device)
+    played[trajectory_ids[:, None].expand_as(turns), turns] = True
+    return played[:, :-1]
 
 
 def has_baseline(kept: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -199,17 +258,26 @@ def compute_advantages(
         trajectory_ids = torch.arange(len(action_mask), device=action_mask.device)
     if kept is None:
         kept = torch.ones(len(rewards), dtype=torch.bool, device=action_mask.device)
-    per_turn = config.granularity == "turn"
-    if per_turn and (turn_ids is None or rewards.dim() == 1):
-        warn_once(
-            logger,
-            'advantage_granularity is "turn", but learn() got no turn_ids or no rewards per turn: '
-            "advantages are per trajectory",
+    played = credited_turns(rewards, action_mask, config, turn_ids, trajectory_ids)
+    if played is not None and turn_ids is not None:
+        per_turn = group_relative_per_turn(
+            rewards * played,
+            played,
+            config.group_size,
+            config.norm,
+            kept,
+            baseline=config.baseline,
+            ranks=ranks,
         )
-    if per_turn and turn_ids is not None and rewards.dim() == 2:
         turns = torch.where(action_mask, turn_ids, -1)
-        advantages = _scatter_turns(rewards, turns, trajectory_ids, config, kept, ranks)
+        advantages = per_turn[trajectory_ids].gather(1, turns.clamp(min=0))
     else:
+        if config.granularity == "turn":
+            warn_once(
+                logger,
+                'advantage_granularity is "turn", but learn() got no turn_ids or no rewards per '
+                "turn: advantages are per trajectory",
+            )
         per_trajectory = group_relative(
             rewards, config.group_size, config.norm, kept, baseline=config.baseline, ranks=ranks
         )
@@ -288,36 +356,6 @@ def _spread(
 
 def _equal(spread: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
     return spread <= EQUAL_RTOL * magnitude
-
-
-def _scatter_turns(
-    rewards: torch.Tensor,
-    turns: torch.Tensor,
-    trajectory_ids: torch.Tensor,
-    config: AdvantageConfig,
-    kept: torch.Tensor,
-    ranks: Ranks | None,
-) -> torch.Tensor:
-    """Per-turn advantages of ``(N, U)`` rewards spread over the tokens of ``(B, S)`` turns."""
-    require(
-        int(turns.max()) < rewards.shape[1],
-        f"turn_ids go up to {int(turns.max())}, but rewards have {rewards.shape[1]} turns: turns "
-        "count from 0, one column of rewards each",
-    )
-    # One column more than there are turns takes the positions without an action.
-    played = torch.zeros(rewards.shape[0], rewards.shape[1] + 1, dtype=torch.bool).to(turns.device)
-    played[trajectory_ids[:, None].expand_as(turns), turns] = True
-    played = played[:, :-1]
-    per_turn = group_relative_per_turn(
-        rewards * played,
-        played,
-        config.group_size,
-        config.norm,
-        kept,
-        baseline=config.baseline,
-        ranks=ranks,
-    )
-    return per_turn[trajectory_ids].gather(1, turns.clamp(min=0))
 
 
 def _whiten(values: torch.Tensor, mask: torch.Tensor, ranks: Ranks) -> torch.Tensor:

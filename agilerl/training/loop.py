@@ -18,7 +18,6 @@ from agilerl.training.collectors.experience import (
     Experience,
     check_failures,
     gather_statistics,
-    has_reward_variance,
     named_reward_statistics,
     remedy_for_flat_rewards,
     reward_statistics,
@@ -337,7 +336,7 @@ class TrainingLoop:
 
     def _warn_of_flat_rewards(self, member: Member, experience: Experience) -> None:
         """Warn about iterations in which no group held two different rewards."""
-        if has_reward_variance(experience):
+        if bool(experience.varies.any()):
             member.flat_iterations = 0
             return
         member.flat_iterations += 1

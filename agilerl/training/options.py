@@ -17,6 +17,7 @@ from agilerl.checks import (
     OPTIONAL_COUNT,
     InstanceOf,
     Number,
+    OneOf,
     missing_members,
     require,
     warn,
@@ -24,6 +25,7 @@ from agilerl.checks import (
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.selection import Selection
 from agilerl.training.callbacks.protocol import Callback
+from agilerl.training.collectors.dynamic_sampling import DynamicSampling, ZeroVariance
 from agilerl.training.trackers.protocol import Tracker
 
 _RULES: dict[str, Callable[[str, Any], None]] = {
@@ -34,6 +36,8 @@ _RULES: dict[str, Callable[[str, Any], None]] = {
     "evaluation_interval": COUNT,
     "evaluation_rows": OPTIONAL_COUNT,
     "evaluation_samples": OPTIONAL_COUNT,
+    "zero_variance": OneOf(("keep", "skip", "resample")),
+    "max_resamples": COUNT,
     "evo_steps": OPTIONAL_COUNT,
     "tournament": InstanceOf(Selection, "a selection such as agilerl.hpo.TournamentSelection"),
     "checkpoint_steps": OPTIONAL_COUNT,
@@ -85,6 +89,14 @@ class TrainingOptions:
         evaluation_samples: Evaluate on so many answers per row (episodes per evaluation seed), k of
             them, sampled as in training, with columns ``avg@k``, ``pass@k`` and, where answers can
             be compared, ``maj@k``; None: one greedy answer each. See ``docs/training.md``.
+        zero_variance: What becomes of prompts whose completions all got the same reward (of seeds
+            whose episodes all got the same return, or with credit per turn the same rewards of each
+            turn), which teach nothing: ``"keep"``; ``"skip"`` leaves them out of ``learn``, also of
+            its KL penalty and of what its means divide by; ``"resample"`` draws further batches
+            until as many prompts as a batch has got different rewards, and learns from these.
+            Prompts that were drawn for it count as steps and in epochs.
+        max_resamples: Further batches that an iteration may draw; prompts without different rewards
+            fill what is lacking after them.
         checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every ``checkpoint_steps``
             iterations, and after the last one.
         checkpoint_path: The run directory.
@@ -138,6 +150,8 @@ class TrainingOptions:
     evaluation_interval: int = 10
     evaluation_rows: int | None = None
     evaluation_samples: int | None = None
+    zero_variance: ZeroVariance = "keep"
+    max_resamples: int = 3
     checkpoint_steps: int | None = None
     checkpoint_path: str | Path | None = None
     keep_checkpoints: int = 2
@@ -188,6 +202,11 @@ class TrainingOptions:
     def accuracy_threshold(self) -> float:
         """Completions with at least this reward count as accurate."""
         return 1.0 if self.max_reward is None else float(self.max_reward)
+
+    @property
+    def sampling(self) -> DynamicSampling:
+        """What becomes of groups without variance."""
+        return DynamicSampling(self.zero_variance, self.max_resamples)
 
     def check_evaluation(self, evaluates: bool) -> None:
         """Refuse what is decided by fitness where there is no held-out data.

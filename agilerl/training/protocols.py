@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from agilerl.llm.config import SamplingConfig
+    from agilerl.llm.config import AdvantageConfig, SamplingConfig
     from agilerl.training.collectors.experience import Experience
     from agilerl.typing import Act, ActionResult, Evaluation, ExperiencesType
 
@@ -80,6 +80,12 @@ class Agent(Protocol):
     def save_checkpoint(
         self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
     ) -> None: ...
+
+
+class CreditAssigningAgent(Protocol):
+    """One that says how it makes advantages of rewards; others do so per trajectory."""
+
+    def advantage_config(self) -> AdvantageConfig: ...
 
 
 class SingleTurnEnv(Protocol):
@@ -256,6 +262,13 @@ class Rollout(Protocol):
 
     def answer(self, result: ActionResult, seconds: float) -> None:
         """Take the answers, which took ``seconds`` to generate."""
+
+    def draw_again(self) -> bool:
+        """Whether there is a further batch of prompts, which are next.
+
+        To be asked once all prompts are answered, outside of the agent's ``rollout()``. A
+        collective: of several rollouts every process asks in the same order.
+        """
 
     def finish(self) -> Experience:
         """Score what is not scored yet, and move on in the data."""

@@ -27,6 +27,8 @@ SHARED_OPTIONS = (
     "evaluation_interval",
     "evaluation_rows",
     "evaluation_samples",
+    "zero_variance",
+    "max_resamples",
     "checkpoint_steps",
     "checkpoint_path",
     "keep_checkpoints",

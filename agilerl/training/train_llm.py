@@ -12,7 +12,7 @@ from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.failures import OnFailure
 from agilerl.llm_envs.vector.vector_env import SyncMultiTurnVecEnv
 from agilerl.training.callbacks import Callback
-from agilerl.training.collectors.dynamic_sampling import DynamicSampling, ZeroVariance
+from agilerl.training.collectors.dynamic_sampling import ZeroVariance
 from agilerl.training.collectors.multiturn_collector import MultiTurnCollector
 from agilerl.training.collectors.reasoning_collector import ReasoningCollector
 from agilerl.training.environments import (
@@ -93,13 +93,6 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917, D417  the contract's argu
         env_fn: Instead of ``env``: called once per agent to make an environment each.
         accelerator: The one that the agents were given, see
             :func:`agilerl.utils.llm_utils.create_llm_accelerator`; None stands for it.
-        zero_variance: What becomes of prompts whose completions all got the same reward, which
-            teach nothing: ``"keep"``; ``"skip"`` leaves them out of ``learn``, also of its KL
-            penalty and of what its means divide by; ``"resample"`` draws further batches until as
-            many prompts as a batch has got two different rewards, and learns from these. Prompts
-            that were drawn for it count as steps and in epochs.
-        max_resamples: Further batches that an iteration may draw; prompts without two different
-            rewards fill what is lacking after them.
         The options of both functions: those of :class:`TrainingOptions`.
 
     Returns:
@@ -124,12 +117,12 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917, D417  the contract's argu
     if options.tournament is not None:
         options.tournament.check_size(len(pop))
     require_trackers(tensorboard=tensorboard, wb=wb)
-    sampling = DynamicSampling(zero_variance, max_resamples)
     envs = single_turn_environments(env, env_fn, pop, ranks)
     # Agents that share an environment share its collector: the pending batch is one for all.
     distinct_envs = {id(made): made for made in envs}
     collector_of = {
-        key: ReasoningCollector(made, sampling, ranks) for key, made in distinct_envs.items()
+        key: ReasoningCollector(made, options.sampling, ranks)
+        for key, made in distinct_envs.items()
     }
     collectors = [collector_of[id(made)] for made in envs]
     population = Population(pop, collectors)
@@ -174,6 +167,8 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917, D417  the contract's argu
     completions_interval: int | None = None,
     completions_shown: int = 4,
     trackers: Sequence[Tracker] | None = None,
+    zero_variance: ZeroVariance = "keep",
+    max_resamples: int = 3,
     allow_appended_rows: bool = False,
     groups_per_iteration: int = 8,
     train_seeds: int = 1024,
@@ -277,7 +272,10 @@ def finetune_llm_multiturn(  # noqa: PLR0913, PLR0917, D417  the contract's argu
         # Every agent plays the same seeds in the same order.
         collectors = [
             MultiTurnCollector(
-                env, TrainingBatchSampler(train_seeds, groups, seed, ranks.rank, ranks.world_size)
+                env,
+                TrainingBatchSampler(train_seeds, groups, seed, ranks.rank, ranks.world_size),
+                options.sampling,
+                ranks,
             )
             for env in envs
         ]

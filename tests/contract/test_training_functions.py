@@ -63,16 +63,10 @@ def test_arguments(function: Callable[..., Any], expected: dict[str, Any]) -> No
 OURS = {
     "keep_checkpoints": 2, "allow_appended_rows": False, "exit_code_on_sigterm": 143,
     "evaluation_samples": None, "callbacks": None, "completions_interval": None,
-    "completions_shown": 4, "trackers": None,
+    "completions_shown": 4, "trackers": None, "zero_variance": "keep", "max_resamples": 3,
 }  # fmt: skip
 OURS_OF_EACH: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-    (
-        finetune_llm_reasoning,
-        {
-            "max_wall_seconds": None, "evaluation_rows": None, "zero_variance": "keep",
-            "max_resamples": 3,
-        },
-    ),
+    (finetune_llm_reasoning, {"max_wall_seconds": None, "evaluation_rows": None}),
     (
         finetune_llm_multiturn,
         {

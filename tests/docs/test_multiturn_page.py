@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "multiturn.md").read_text()
 
 def test_code_and_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page(PAGE, shown=3)
+    run_page(PAGE, shown=4)
 
 
 def test_the_worked_example_of_turn_credit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agilerl import checks
 from agilerl.llm.advantages import (
     compute_advantages,
+    credited_turns,
     group_relative,
     group_relative_per_turn,
     has_baseline,
+    varying_groups,
     zero_variance_groups,
 )
 from agilerl.llm.config import AdvantageConfig
@@ -289,3 +292,52 @@ def test_groups_with_fewer_than_two_left_are_not_counted_or_whitened() -> None:
     pairs = torch.tensor([1.0, 1.0, 9.0, 9.0] * 2)
     assert zero_variance_groups(pairs, 4, torch.tensor([True, False, True, False] * 2)) == 0
     assert zero_variance_groups(pairs, 4, torch.tensor([True] * 2 + [False] * 3 + [True] * 3)) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 1.0, 0.1]), min_size=18, max_size=18),
+    lengths=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+    kept=st.lists(st.booleans(), min_size=6, max_size=6),
+    credit=st.sampled_from(["trajectory", "turn"]),
+    norm=st.sampled_from(["mean_std", "mean_only", "batch_std"]),
+    baseline=st.sampled_from(["group_mean", "leave_one_out"]),
+)
+def test_groups_vary_where_an_advantage_is_not_zero(
+    rewards: list[float],
+    lengths: list[int],
+    kept: list[bool],
+    credit: Any,
+    norm: Any,
+    baseline: Any,
+) -> None:
+    """Two groups of three episodes of up to three turns, a token each."""
+    earned, counts = torch.tensor(rewards).view(6, 3), torch.tensor(kept)
+    played = torch.arange(3) < torch.tensor(lengths)[:, None]
+    turn_ids = torch.where(played, torch.arange(3), -1)
+    config = AdvantageConfig(3, norm, credit, baseline=baseline)
+    made, _ = compute_advantages(earned * played, played, config, turn_ids, kept=counts)
+    turns = credited_turns(earned, played, config, turn_ids)
+    assert (turns is None) == (credit == "trajectory")
+    found = varying_groups(earned * played, 3, counts, turns)
+    # One that failed before its first turn has a return, but no action that it is credited to.
+    silent = (~played.any(1) & counts).view(2, 3).any(1)
+    expected = (made != 0).view(2, -1).any(1)
+    assert found[~silent].tolist() == expected[~silent].tolist()
+    compared = has_baseline(counts, 3).view(2, 3).any(1)
+    flat = zero_variance_groups(earned * played, 3, counts, turns)
+    assert flat == int((~found & compared).sum())
+
+
+def test_turns_vary_by_their_own_rewards() -> None:
+    """Equal returns of differing turns; differing returns of equal turns."""
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    played = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 1], [1, 0], [1, 1]]).bool()
+    pairs = rewards[[0, 1, 4, 5]], played[[0, 1, 4, 5]]
+    assert varying_groups(pairs[0], 2).tolist() == [False, True]
+    # The turn that one of them alone has played takes the advantage of its trajectory.
+    assert varying_groups(pairs[0], 2, None, pairs[1]).tolist() == [True, True]
+    threes = rewards[[0, 1, 2, 4, 3, 5]], played[[0, 1, 2, 4, 3, 5]]
+    assert varying_groups(threes[0], 3).tolist() == [False, True]
+    assert varying_groups(threes[0], 3, None, threes[1]).tolist() == [True, False]
+    assert zero_variance_groups(threes[0], 3, None, threes[1]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from training_fakes import FakeAgent, FakeGym
 
 from agilerl.algorithms import GRPO
 from agilerl.llm_envs import ReasoningGym
-from agilerl.training.collectors.dynamic_sampling import DynamicSampling, fill_up
+from agilerl.training.collectors.dynamic_sampling import fill_up
 from agilerl.training.collectors.experience import Experience
-from agilerl.training.train_llm import finetune_llm_reasoning
+from agilerl.training.train_llm import finetune_llm_multiturn, finetune_llm_reasoning
 
 
 def easy(*rows: int) -> Callable[[str, str], float]:
@@ -168,6 +169,56 @@ def test_what_belongs_to_a_group_goes_with_it() -> None:
     assert len(filled.kept_rewards) == 9
 
 
+def test_what_belongs_to_an_episode_goes_with_it() -> None:
+    """Two seeds, two episodes each; in the second batch two windows slid."""
+
+    def rows(count: int, token: int) -> torch.Tensor:
+        return torch.full((count, 3), token)
+
+    def batch(returns: list[list[float]], counts: list[int], first: int) -> Experience:
+        turns = torch.tensor(returns).reshape(-1, 1) * torch.tensor([0.0, 1.0])
+        blocks = [rows(count, first + n) for n, count in enumerate(counts)]
+        given = {
+            "turn_ids": [block[:, 1:] for block in blocks],
+            "sampling_logps": [block[0] for block in blocks for _ in block],
+            "truncated": torch.tensor([n == 0 for n in range(len(counts))]),
+        }
+        if max(counts) > 1:
+            given["trajectory_ids"] = torch.arange(4).repeat_interleave(torch.tensor(counts))
+        made = experience(returns, learn_arguments=given)
+        return replace(made, experiences=(blocks, [block[:, 1:] > 0 for block in blocks], turns))
+
+    drawn = [batch([[1, 1], [0, 1]], [1] * 4, 10), batch([[5, 2], [7, 7]], [3, 1, 1, 2], 20)]
+    filled = fill_up(drawn)
+    ids, masks, rewards = filled.experiences
+    assert [(len(block), int(block[0, 0])) for block in ids] == [(1, 12), (1, 13), (3, 20), (1, 21)]
+    assert [tuple(mask.shape) for mask in masks] == [(1, 2), (1, 2), (3, 2), (1, 2)]
+    assert rewards.tolist() == [[0, 0], [0, 1], [0, 5], [0, 2]]
+    given = filled.learn_arguments
+    assert [tuple(turns.shape) for turns in given["turn_ids"]] == [(1, 2), (1, 2), (3, 2), (1, 2)]
+    assert [int(row[0]) for row in given["sampling_logps"]] == [12, 13, 20, 20, 20, 21]
+    assert given["trajectory_ids"].tolist() == [0, 1, 2, 2, 2, 3]
+    assert given["truncated"].tolist() == [False, False, True, False]
+    assert "sample_mask" not in given
+    alone = fill_up(drawn[:1]).learn_arguments
+    assert "trajectory_ids" not in alone
+
+
+def test_an_empty_further_batch_is_refused(tmp_path: Path) -> None:
+    class Emptied(FakeGym):
+        def _draw(self) -> None:
+            super()._draw()
+            if len(self.seen) == 2:
+                self.pending = []
+
+    with pytest.raises(ValueError, match="Emptied handed out an empty training batch"):
+        train(FakeAgent(), Emptied(reward=easy(0)), tmp_path, max_steps=2, zero_variance="resample")
+
+
+def no_environment() -> Any:
+    raise AssertionError("an environment was made")
+
+
 @pytest.mark.parametrize(
     ("given", "error", "says"),
     [
@@ -178,6 +229,6 @@ def test_what_belongs_to_a_group_goes_with_it() -> None:
 )
 def test_bad_values(given: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        DynamicSampling(**given)
-    with pytest.raises(error, match=says):
         finetune_llm_reasoning([FakeAgent()], FakeGym(), max_steps=1, **given)
+    with pytest.raises(error, match=says):
+        finetune_llm_multiturn([FakeAgent()], 1, no_environment, **given)

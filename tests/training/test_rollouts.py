@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from resume_helpers import TOKENIZER, make_agents, make_gym, seed_all
+from resume_helpers import TOKENIZER, dataset, make_agents, make_gym, seed_all
 from training_fakes import FakeGym
 
 from agilerl.algorithms import GRPO
 from agilerl.llm.generation.hf import HFGenerator
-from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper
+from agilerl.llm_envs import ReasoningGym, SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.llm_envs.dataset import TrainingBatchSampler
+from agilerl.training.collectors.dynamic_sampling import DynamicSampling
 from agilerl.training.collectors.experience import Experience
 from agilerl.training.collectors.multiturn_collector import MultiTurnCollector
 from agilerl.training.collectors.reasoning_collector import ReasoningCollector
@@ -53,7 +54,48 @@ def games(count: int) -> list[MultiTurnCollector]:
     return [MultiTurnCollector(env(), TrainingBatchSampler(4, 2, 1)) for _ in range(count)]
 
 
-KINDS: dict[str, Collectors] = {"shared gym": shared_gym, "gyms": gyms, "games": games}
+class OddOrEven(Echo):
+    """Pays 0 or 1, so that episodes of a group often get the same."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        text, _, over, *others = super().step(action)
+        return text, float(over and len(set(action)) % 2), over, *others
+
+
+RESAMPLE = DynamicSampling("resample", 2)
+
+
+def resampled_games(count: int) -> list[MultiTurnCollector]:
+    def env() -> SyncMultiTurnVecEnv:
+        return SyncMultiTurnVecEnv(
+            lambda: TokenObservationWrapper(OddOrEven(), TOKENIZER, max_turns=3), 2, max_turns=3
+        )
+
+    return [
+        MultiTurnCollector(env(), TrainingBatchSampler(6, 2, 2), RESAMPLE) for _ in range(count)
+    ]
+
+
+def resampled_gyms(count: int) -> list[ReasoningCollector]:
+    def gym(seed: int) -> ReasoningGym:
+        return ReasoningGym(
+            *(dataset("train", 5), dataset("test", 1), TOKENIZER),
+            lambda completion: float(len(completion) % 2),
+            [{"role": "user", "content": "{question}"}],
+            data_batch_size_per_gpu=2,
+            seed=seed,
+        )
+
+    return [ReasoningCollector(gym(number), RESAMPLE) for number in range(count)]
+
+
+KINDS: dict[str, Collectors] = {
+    "shared gym": shared_gym,
+    "gyms": gyms,
+    "games": games,
+    "resampled gyms": resampled_gyms,
+    "resampled games": resampled_games,
+}
 
 
 @pytest.fixture
@@ -106,7 +148,7 @@ def test_in_one_call_as_one_by_one(
 ) -> None:
     together = rollouts(pop, KINDS[kind](4))
     assert calls[0] == 4
-    assert 1 not in calls or kind == "games"  # of which one may go on alone
+    assert 1 not in calls or kind not in ("shared gym", "gyms")  # of others one may go on alone
     states = [agent.rng.get_state() for agent in pop]
     monkeypatch.setattr(HFGenerator, "joint_limits", lambda *_: None)
     calls.clear()
@@ -114,6 +156,8 @@ def test_in_one_call_as_one_by_one(
     assert set(calls) == {1}
     for agent, state in zip(pop, states, strict=True):
         assert torch.equal(agent.rng.get_state(), state)
+    if "resampled" in kind:
+        assert len({each.metrics["resamples"] for each in together}) > 1, "agents differ"
 
 
 def test_only_agents_that_sample_alike_act_together(pop: list[GRPO], calls: list[int]) -> None:

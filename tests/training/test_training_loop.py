@@ -16,7 +16,6 @@ from training_fakes import FakeAgent, FakeGym
 from agilerl.training.collectors.experience import (
     Experience,
     accuracy,
-    has_reward_variance,
     reward_statistics,
     time_statistics,
 )
@@ -62,6 +61,7 @@ def test_signature_is_the_contract() -> None:
         "callbacks": None,
         "zero_variance": "keep",
         "max_resamples": 3,
+        "allow_appended_rows": False,
         "completions_interval": None,
         "completions_shown": 4,
         "trackers": None,
@@ -235,7 +235,7 @@ def test_accuracy_counts_rewards_that_equal_the_threshold(threshold: float) -> N
     [([[1.0, 1.0], [0.0, 0.0]], False), ([[1.0, 1.0], [0.0, 0.1]], True), ([[1.0], [0.0]], False)],
 )
 def test_variance_is_looked_for_inside_groups(rewards: list[list[float]], expected: bool) -> None:
-    assert has_reward_variance(collected(torch.tensor(rewards))) is expected
+    assert bool(collected(torch.tensor(rewards)).varies.any()) is expected
 
 
 def collected(rewards: torch.Tensor, mask: torch.Tensor | None = None) -> Experience:
@@ -248,7 +248,7 @@ def collected(rewards: torch.Tensor, mask: torch.Tensor | None = None) -> Experi
 )
 def test_what_is_left_out_is_no_variance(kept: list[list[int]], expected: bool) -> None:
     rewards = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-    assert has_reward_variance(collected(rewards, torch.tensor(kept).bool())) is expected
+    assert bool(collected(rewards, torch.tensor(kept).bool()).varies.any()) is expected
 
 
 def test_time_statistics_by_hand() -> None:
@@ -262,4 +262,4 @@ def test_time_statistics_by_hand() -> None:
 
 def test_returns_that_differ_by_rounding_alone_are_no_variance() -> None:
     turns = torch.tensor([[0.1, 0.1, 0.7], [0.1, 0.7, 0.1]])
-    assert not has_reward_variance(collected(turns.sum(1)[None]))
+    assert not collected(turns.sum(1)[None]).varies.any()

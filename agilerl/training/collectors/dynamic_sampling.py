@@ -1,49 +1,85 @@
-"""Groups without two different rewards teach nothing: leave them out, or draw others for them."""
+"""Groups whose advantages are all 0 teach nothing: leave them out, or draw others for them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from agilerl.checks import COUNT, OneOf
-from agilerl.llm.advantages import varying_groups
 from agilerl.training.collectors.experience import Experience, together
+
+if TYPE_CHECKING:
+    from agilerl.distributed import Ranks
+    from agilerl.typing import ActionResult, ExperiencesType, ReasoningPrompts
 
 ZeroVariance = Literal["keep", "skip", "resample"]
 
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """What becomes of groups whose rewards are all equal, checked when the record is made."""
+    """What becomes of groups without variance."""
 
     zero_variance: ZeroVariance = "keep"
-    """Skip: they are no part of the batch that is learned from. Resample: other prompts take their
-    places."""
+    """Skip: they are no part of the batch that is learned from. Resample: groups of other prompts
+    or seeds take their places."""
     max_resamples: int = 3
-    """Further batches of prompts that an iteration may draw."""
-
-    def __post_init__(self) -> None:
-        OneOf(("keep", "skip", "resample"))("zero_variance", self.zero_variance)
-        COUNT("max_resamples", self.max_resamples)
-
-    @property
-    def resamples(self) -> bool:
-        """Whether an iteration may draw more than one batch."""
-        return self.zero_variance == "resample"
+    """Further batches that an iteration may draw."""
 
 
-def varying(experience: Experience) -> torch.Tensor:
-    """``(P,)`` bool: groups with two rewards that count and differ beyond rounding."""
-    rewards, kept = experience.rewards.reshape(-1), experience.kept.reshape(-1)
-    return varying_groups(rewards, experience.rewards.shape[1], kept)
+class DynamicSamplingRollout(ABC):
+    """A rollout of one batch, or with resampling of as many as it takes; see ``Rollout``.
+
+    Args:
+        sampling: What becomes of groups without variance.
+        ranks: The processes that train together: all draw equally many batches.
+    """
+
+    prompts: Sequence[ReasoningPrompts] = ()
+
+    def __init__(self, sampling: DynamicSampling, ranks: Ranks) -> None:
+        self._sampling, self._ranks = sampling, ranks
+        self._drawn: list[Experience] = []
+
+    @abstractmethod
+    def answer(self, result: ActionResult, seconds: float) -> None:
+        """See :class:`agilerl.training.protocols.Rollout`."""
+
+    @abstractmethod
+    def collected(self) -> Experience:
+        """What was collected of the batch, which is over; moves on in the data."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Hand out the prompts of the next batch."""
+
+    def draw_again(self) -> bool:
+        """See :class:`agilerl.training.protocols.Rollout`."""
+        if self._sampling.zero_variance != "resample":
+            return False
+        self._drawn.append(self.collected())
+        found = sum(int(each.varies.sum()) for each in self._drawn)
+        lacks_groups = found < len(self._drawn[0].rewards)
+        may_draw = len(self._drawn) <= self._sampling.max_resamples
+        if not any(self._ranks.gather(lacks_groups and may_draw)):
+            return False
+        self.begin()
+        return True
+
+    def finish(self) -> Experience:
+        """See :class:`agilerl.training.protocols.Rollout`."""
+        if self._drawn:
+            return fill_up(self._drawn)
+        experience = self.collected()
+        skips = self._sampling.zero_variance == "skip"
+        return skip_flat_groups(experience) if skips else experience
 
 
 def skip_flat_groups(experience: Experience) -> Experience:
     """The experience, of which ``learn`` leaves out groups without variance; metrics count all."""
-    kept = experience.kept & varying(experience)[:, None]
+    kept = experience.kept & experience.varies[:, None]
     return replace(
         experience,
         learn_arguments={**experience.learn_arguments, "sample_mask": kept},
@@ -60,49 +96,111 @@ def fill_up(drawn: Sequence[Experience]) -> Experience:
     Args:
         drawn: What was collected, batch by batch.
     """
-    groups = [(n, p) for n, each in enumerate(drawn) for p in range(len(each.rewards))]
-    varies = torch.cat([varying(each) for each in drawn]).tolist()
+    whole = together(drawn)
+    groups = [(each, p) for each in drawn for p in range(len(each.rewards))]
+    varies = whole.varies.tolist()
     # Sorted stably: those with variance first.
     order = sorted(range(len(groups)), key=lambda place: not varies[place])
     chosen = [groups[place] for place in sorted(order[: len(drawn[0].rewards)])]
-    counted = [replace(e, metrics=e.metrics | _flat_share(e)) for e in drawn]
-    whole = together(counted)
+    experiences, learn_arguments = _joined([_group(each, p) for each, p in chosen])
     return replace(
         whole,
-        experiences=(
-            [drawn[n].experiences[0][p] for n, p in chosen],
-            [drawn[n].experiences[1][p] for n, p in chosen],
-            torch.stack([drawn[n].experiences[2][p] for n, p in chosen]),
-        ),
-        learn_arguments=_learn_arguments(drawn, chosen),
-        metrics=whole.metrics | {"resamples": float(len(drawn) - 1)},
+        experiences=experiences,
+        learn_arguments=learn_arguments,
+        metrics=whole.metrics | _flat_share(whole) | {"resamples": float(len(drawn) - 1)},
         generation_seconds=sum(each.generation_seconds for each in drawn),
         environment_seconds=sum(each.environment_seconds for each in drawn),
         samples=drawn[0].samples,
     )
 
 
-def _learn_arguments(
-    drawn: Sequence[Experience], chosen: Sequence[tuple[int, int]]
-) -> dict[str, Any]:
-    """Keyword arguments of ``learn`` for the chosen groups, each ``(batch, group of it)``."""
-    size = drawn[0].rewards.shape[1]
-    sampled = [each.learn_arguments["sampling_logps"] for each in drawn]
+def _flat_share(experience: Experience) -> dict[str, float]:
+    return {"zero_variance_share": 1.0 - float(experience.varies.float().mean())}
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What ``learn`` is given of one group; None: it is not given that.
+
+    Of a prompt with two completions that is one block of rows; of a seed with two episodes, of
+    which the second one's window slid once, it is two::
+
+        token_ids       [(2, T)]   [(1, T), (2, T)]
+        rewards         (1, 2)     (2, U)
+        truncated       (1, 2)     (2,)
+        trajectory_ids  None       [0, 1, 1]
+    """
+
+    token_ids: Sequence[torch.Tensor]
+    action_masks: Sequence[torch.Tensor]
+    rewards: torch.Tensor
+    kept: torch.Tensor
+    """``(1, G)`` bool."""
+    turn_ids: Sequence[torch.Tensor] | None
+    truncated: torch.Tensor | None
+    sampling_logps: Sequence[torch.Tensor | None] | None
+    """One per row."""
+    trajectory_ids: torch.Tensor | None
+    """One per row, counted from 0 in the group."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of token ids."""
+        return sum(map(len, self.token_ids))
+
+
+def _group(experience: Experience, p: int) -> _Group:
+    """The group ``p`` of an experience."""
+    count, size = experience.rewards.shape
+    token_ids, action_masks, rewards = experience.experiences
+    given = experience.learn_arguments
+
+    def share(values: Any) -> Any:
+        """Its part of a list or tensor of which every group has equally many entries, or None."""
+        each = 0 if values is None else len(values) // count
+        return None if values is None else values[p * each : (p + 1) * each]
+
+    blocks = len(token_ids) // count
+    start = sum(map(len, token_ids[: p * blocks]))
+    end = start + sum(map(len, share(token_ids)))
+    logps, trajectory_ids = given["sampling_logps"], given.get("trajectory_ids")
+    return _Group(
+        token_ids=share(token_ids),
+        action_masks=share(action_masks),
+        rewards=share(rewards),
+        kept=experience.kept[p : p + 1],
+        turn_ids=share(given.get("turn_ids")),
+        truncated=share(given.get("truncated")),
+        sampling_logps=None if logps is None else logps[start:end],
+        trajectory_ids=None if trajectory_ids is None else trajectory_ids[start:end] - p * size,
+    )
+
+
+def _joined(groups: Sequence[_Group]) -> tuple[ExperiencesType, dict[str, Any]]:
+    """The arguments of ``learn`` for these groups: ``experiences``, and the others by name."""
+    size = groups[0].kept.shape[1]
     arguments: dict[str, Any] = {"sampling_logps": None}
-    if any(each is not None for each in sampled):
-        arguments["sampling_logps"] = [
-            row
-            for n, p in chosen
-            for row in (sampled[n] or [None] * drawn[n].rewards.numel())[p * size : (p + 1) * size]
+    if any(group.sampling_logps is not None for group in groups):
+        rows = [group.sampling_logps or [None] * group.rows for group in groups]
+        arguments["sampling_logps"] = [logps for of_group in rows for logps in of_group]
+    if all(group.turn_ids is not None for group in groups):
+        arguments["turn_ids"] = [block for group in groups for block in group.turn_ids or ()]
+    truncated = [group.truncated for group in groups if group.truncated is not None]
+    if len(truncated) == len(groups):
+        arguments["truncated"] = torch.cat(truncated)
+    if any(group.trajectory_ids is not None for group in groups):
+        # Where no window slid there is one row per trajectory.
+        ids = [
+            torch.arange(size) if group.trajectory_ids is None else group.trajectory_ids
+            for group in groups
         ]
-    kept = torch.stack([drawn[n].kept[p] for n, p in chosen])
+        arguments["trajectory_ids"] = torch.cat([each + n * size for n, each in enumerate(ids)])
+    kept = torch.cat([group.kept for group in groups])
     if not bool(kept.all()):
         arguments["sample_mask"] = kept
-    cut_off = [each.learn_arguments.get("truncated") for each in drawn]
-    if all(each is not None for each in cut_off):
-        arguments["truncated"] = torch.stack([cut_off[n][p] for n, p in chosen])  # type: ignore[index]
-    return arguments
-
-
-def _flat_share(experience: Experience) -> dict[str, float]:
-    return {"zero_variance_share": 1.0 - float(varying(experience).float().mean())}
+    experiences = (
+        [block for group in groups for block in group.token_ids],
+        [block for group in groups for block in group.action_masks],
+        torch.cat([group.rewards for group in groups]),
+    )
+    return experiences, arguments

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agilerl.checks import require
-from agilerl.llm.advantages import has_baseline, zero_variance_groups
+from agilerl.llm.advantages import varying_groups
 
 if TYPE_CHECKING:
     from agilerl.distributed import Ranks
@@ -67,6 +67,9 @@ class Experience:
     sample_mask: torch.Tensor | None = None
     """``(P, G)`` bool on the CPU: False for completions that failed and are left out; None: all
     are kept."""
+    varying: torch.Tensor | None = None
+    """``(P,)`` bool on the CPU: groups of which an advantage is not 0; None: those with two
+    different rewards."""
     failed_completions: int = 0
     """How many failed, those with a reward for it included."""
     first_failure: str = ""
@@ -90,6 +93,14 @@ class Experience:
         if self.sample_mask is None:
             return torch.ones(self.rewards.shape, dtype=torch.bool)
         return self.sample_mask
+
+    @property
+    def varies(self) -> torch.Tensor:
+        """``(P,)`` bool: ``varying``, or the groups with two rewards that count and differ."""
+        if self.varying is not None:
+            return self.varying
+        rewards, kept = self.rewards.reshape(-1), self.kept.reshape(-1)
+        return varying_groups(rewards, self.rewards.shape[1], kept)
 
     @property
     def kept_rewards(self) -> torch.Tensor:
@@ -147,6 +158,7 @@ def together(parts: Sequence[Experience]) -> Experience:
         parts[0],
         rewards=torch.cat([each.rewards for each in parts]),
         sample_mask=torch.cat([each.kept for each in parts]),
+        varying=torch.cat([each.varies for each in parts]),
         failed_completions=sum(each.failed_completions for each in parts),
         first_failure=next((each.first_failure for each in parts if each.first_failure), ""),
         steps=sum(each.steps for each in parts),
@@ -209,14 +221,6 @@ def time_statistics(experience: Experience, learning_seconds: float) -> dict[str
         "environment_seconds": experience.environment_seconds,
         "learning_seconds": learning_seconds,
     }
-
-
-def has_reward_variance(experience: Experience) -> bool:
-    """Whether some group holds two rewards that count and differ beyond rounding."""
-    group_size = experience.rewards.shape[1]
-    kept = experience.kept.reshape(-1)
-    groups = int(has_baseline(kept, group_size).reshape(-1, group_size).any(1).sum())
-    return zero_variance_groups(experience.rewards.reshape(-1), group_size, kept) < groups
 
 
 def remedy_for_flat_rewards(experience: Experience) -> str:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from agilerl.checks import require
+import torch
+
+from agilerl.checks import missing_members, require
+from agilerl.distributed import Ranks
+from agilerl.llm.advantages import credited_turns, varying_groups
+from agilerl.llm.batch import stack_rows
 from agilerl.llm_envs.dataset import TrainingBatchSampler, with_appended_rows
 from agilerl.llm_envs.vector.episodes import Episodes
 from agilerl.llm_envs.vector.vector_env import SyncMultiTurnVecEnv
+from agilerl.training.collectors.dynamic_sampling import (
+    DynamicSampling,
+    DynamicSamplingRollout,
+)
 from agilerl.training.collectors.experience import (
     Experience,
     Sample,
@@ -16,7 +25,7 @@ from agilerl.training.collectors.experience import (
 )
 from agilerl.training.collectors.rollouts import roll_out
 from agilerl.training.evaluation import WatchedEnv
-from agilerl.training.protocols import Agent, EvaluationPlan
+from agilerl.training.protocols import Agent, CreditAssigningAgent, EvaluationPlan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,11 +40,21 @@ class MultiTurnCollector:
         env: The collector's own environments.
         order: The training seeds (its rows) and how many groups are played at a time (its
             batches).
+        sampling: What becomes of groups without variance.
+        ranks: The processes that train together: all draw equally many batches.
     """
 
-    def __init__(self, env: SyncMultiTurnVecEnv, order: TrainingBatchSampler) -> None:
+    def __init__(
+        self,
+        env: SyncMultiTurnVecEnv,
+        order: TrainingBatchSampler,
+        sampling: DynamicSampling | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.env = env
         self.order = order
+        self.sampling = sampling or DynamicSampling()
+        self._ranks = ranks or Ranks()
 
     @property
     def num_epochs(self) -> int:
@@ -71,7 +90,7 @@ class MultiTurnCollector:
     def begin(self, agents: Sequence[Agent]) -> list[EpisodeRollout]:
         """The next seeds, for one agent."""
         (agent,) = agents
-        return [EpisodeRollout(self.env, self.order, agent.group_size)]
+        return [EpisodeRollout(self, agent, self._ranks)]
 
     def evaluate(self, agent: Agent, plan: EvaluationPlan) -> tuple[np.ndarray, Evaluation]:
         """Returns of the agent on the evaluation seeds."""
@@ -121,24 +140,30 @@ class MultiTurnCollector:
         return {**state, "position": with_appended_rows(position, rows)}
 
 
-class EpisodeRollout:
-    """The next training seeds, a group of episodes each."""
+class EpisodeRollout(DynamicSamplingRollout):
+    """The next training seeds, a group of episodes each; with resampling several batches."""
 
     several_turns = True
 
-    def __init__(self, env: SyncMultiTurnVecEnv, order: TrainingBatchSampler, group: int) -> None:
-        self._env, self._order, self._group, self._seconds = env, order, group, 0.0
-        seeds = order.current()
-        env.batch_size, env.group_size = len(seeds), group
-        self.prompts = env.reset(seeds)
+    def __init__(self, collector: MultiTurnCollector, agent: Agent, ranks: Ranks) -> None:
+        super().__init__(collector.sampling, ranks)
+        self._env, self._order, self._agent = collector.env, collector.order, agent
+        self._group = agent.group_size
+        self.begin()
+
+    def begin(self) -> None:
+        """See :class:`DynamicSamplingRollout`."""
+        seeds, self._seconds = self._order.current(), 0.0
+        self._env.batch_size, self._env.group_size = len(seeds), self._group
+        self.prompts = self._env.reset(seeds)
 
     def answer(self, result: ActionResult, seconds: float) -> None:
         """See :class:`agilerl.training.protocols.Rollout`."""
         self._seconds += seconds
         self.prompts = self._env.step(result.completion_ids, result.sampling_logps)
 
-    def finish(self) -> Experience:
-        """See :class:`agilerl.training.protocols.Rollout`."""
+    def collected(self) -> Experience:
+        """See :class:`DynamicSamplingRollout`."""
         episodes = self._env.episodes()
         self._order.advance()
         learn_arguments: dict[str, Any] = {
@@ -160,11 +185,26 @@ class EpisodeRollout:
             learn_arguments=learn_arguments,
             metrics=_episode_metrics(episodes),
             sample_mask=episodes.sample_mask.reshape(-1, self._group),
+            varying=_varying(episodes, self._agent),
             failed_completions=int(episodes.failed.sum()),
             first_failure=next((reason for reason in episodes.failures if reason is not None), ""),
             max_failure_share=self._env.policy.max_failure_share,
             samples=_samples(episodes),
         )
+
+
+def _varying(episodes: Episodes, agent: Agent) -> torch.Tensor:
+    """``(P,)`` bool: groups that have an advantage with the agent's credit assignment."""
+    turns = None
+    if not missing_members(agent, CreditAssigningAgent):
+        turns = credited_turns(
+            episodes.rewards,
+            stack_rows(episodes.action_masks, False),
+            cast(CreditAssigningAgent, agent).advantage_config(),
+            stack_rows(episodes.turn_ids, -1),
+            episodes.trajectory_ids,
+        )
+    return varying_groups(episodes.rewards, agent.group_size, episodes.sample_mask, turns)
 
 
 def _episode_metrics(episodes: Episodes) -> dict[str, float]:

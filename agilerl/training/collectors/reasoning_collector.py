@@ -6,7 +6,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,9 +15,7 @@ from agilerl.distributed import Ranks
 from agilerl.llm_envs.completion_checks import takes_action
 from agilerl.training.collectors.dynamic_sampling import (
     DynamicSampling,
-    fill_up,
-    skip_flat_groups,
-    varying,
+    DynamicSamplingRollout,
 )
 from agilerl.training.collectors.experience import (
     Experience,
@@ -59,7 +56,7 @@ class ReasoningCollector:
     Args:
         env: The environment. Its next training batch is drawn at once. A resumed run recognises
             its data by ``env.fingerprint()``, or without that method by the prompts' lengths.
-        sampling: What becomes of groups whose rewards are all equal.
+        sampling: What becomes of groups without variance.
         ranks: The processes that train together: all draw equally many batches.
     """
 
@@ -104,7 +101,7 @@ class ReasoningCollector:
         """More than one where the environment knows its next batches, and each agent draws one."""
         if count == 1:
             return True
-        if self.sampling.resamples or missing_members(self.env, LookaheadEnv):
+        if self.sampling.zero_variance == "resample" or missing_members(self.env, LookaheadEnv):
             return False
         (prompts,) = cast(LookaheadEnv, self.env).upcoming(1)
         known = _same_prompts(prompts, self._prompts)
@@ -126,11 +123,8 @@ class ReasoningCollector:
         batches = [self._prompts]
         if len(agents) > 1:
             batches = list(cast(LookaheadEnv, self.env).upcoming(len(agents)))
-        require(
-            all(len(prompts) > 0 for prompts in batches),
-            f"{type(self.env).__name__} handed out an empty training batch; it must hold a prompt",
-        )
-        return [ReasoningRollout(self, prompts) for prompts in batches]
+        self._require_prompts(batches)
+        return [ReasoningRollout(self, prompts, self._ranks) for prompts in batches]
 
     def collect(self, agent: Agent) -> Experience:
         """Complete the prompts of the batch, a group each, score that, and draw the next batch.
@@ -208,11 +202,20 @@ class ReasoningCollector:
             ],
         )
 
-    def further_prompts(self, drawn: Sequence[Experience]) -> Sequence[ReasoningPrompts]:
-        """The next batch, if a rank lacks groups with variance and may draw more; else none."""
-        found = sum(int(varying(each).sum()) for each in drawn)
-        lacks = found < len(drawn[0].rewards) and len(drawn) <= self.sampling.max_resamples
-        return self._prompts if any(self._ranks.gather(lacks)) else []
+    def pending(self) -> Sequence[ReasoningPrompts]:
+        """The prompts of the next batch.
+
+        Raises:
+            ValueError: If it is empty.
+        """
+        self._require_prompts([self._prompts])
+        return self._prompts
+
+    def _require_prompts(self, batches: Sequence[Sequence[ReasoningPrompts]]) -> None:
+        require(
+            all(len(prompts) > 0 for prompts in batches),
+            f"{type(self.env).__name__} handed out an empty training batch; it must hold a prompt",
+        )
 
     def _failures(self, rewards: torch.Tensor) -> tuple[list[str | None], torch.Tensor]:
         """Why each of ``P·G`` completions failed, one after the other, and which are kept.
@@ -246,7 +249,6 @@ class ReasoningCollector:
         facts = {name: position[name] for name in _ORDER if name in position}
         facts["data_batch_size_per_gpu"] = getattr(self.env, "data_batch_size_per_gpu", None)
         # The lengths stand for the data of an environment that may hold this process's share only.
-        facts |= asdict(self.sampling)
         return facts | {name: self._data[name] for name in self._data if name != _LENGTHS}
 
     def state_dict(self) -> dict[str, Any]:
@@ -273,30 +275,29 @@ class ReasoningCollector:
         return {**state, **self._data, "position": position}
 
 
-class ReasoningRollout:
+class ReasoningRollout(DynamicSamplingRollout):
     """A batch of prompts, or several with resampling, each completed ``group_size`` times."""
 
     several_turns = False
 
-    def __init__(self, collector: ReasoningCollector, prompts: Sequence[ReasoningPrompts]) -> None:
+    def __init__(
+        self, collector: ReasoningCollector, prompts: Sequence[ReasoningPrompts], ranks: Ranks
+    ) -> None:
+        super().__init__(collector.sampling, ranks)
         self.prompts = self._asked = prompts
         self._collector = collector
-        self._drawn: list[Experience] = []
 
     def answer(self, result: ActionResult, seconds: float) -> None:
         """See :class:`agilerl.training.protocols.Rollout`."""
         self._result, self._seconds, self.prompts = result, seconds, []
-        if self._collector.sampling.resamples:
-            self._drawn.append(self._collector.score(self._asked, result, seconds))
-            self.prompts = self._asked = self._collector.further_prompts(self._drawn)
 
-    def finish(self) -> Experience:
-        """See :class:`agilerl.training.protocols.Rollout`."""
-        if self._drawn:
-            return fill_up(self._drawn)
-        experience = self._collector.score(self._asked, self._result, self._seconds)
-        skips = self._collector.sampling.zero_variance == "skip"
-        return skip_flat_groups(experience) if skips else experience
+    def collected(self) -> Experience:
+        """See :class:`DynamicSamplingRollout`."""
+        return self._collector.score(self._asked, self._result, self._seconds)
+
+    def begin(self) -> None:
+        """See :class:`DynamicSamplingRollout`."""
+        self.prompts = self._asked = self._collector.pending()
 
 
 def _same_prompts(some: Sequence[ReasoningPrompts], others: Sequence[ReasoningPrompts]) -> bool:

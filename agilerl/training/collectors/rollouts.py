@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 
 def roll_out(agent: Agent, rollout: Rollout) -> None:
-    """Let one agent answer all prompts of a rollout."""
+    """Let one agent answer all prompts of a rollout, batch by batch."""
+    _answer(agent, rollout)
+    while rollout.draw_again():
+        _answer(agent, rollout)
+
+
+def _answer(agent: Agent, rollout: Rollout) -> None:
+    """Let one agent answer the prompts of a batch."""
     with agent.rollout() if rollout.several_turns else nullcontext():
         while rollout.prompts:
             started = time.perf_counter()
@@ -39,18 +46,28 @@ def collect(members: Sequence[Member]) -> Iterator[Experience]:
     able = _able_to_begin(members) if len(members) > 1 else []
     groups = _joint_groups(able)
     rollouts = _begin(able) if groups else {}
-    parts = [part for group in groups for part in _that_fit(group, rollouts) if len(part) > 1]
-    for part in parts:
-        _roll_out_together([actor.agent for actor in part], [rollouts[a.member] for a in part])
-    acted = {actor.member for part in parts for actor in part}
-    for member in members:
-        if member in rollouts and member not in acted:
-            roll_out(member.agent, rollouts[member])
+    waiting = dict(rollouts)
+    while waiting:
+        _act(groups, waiting)
+        # In the order of the members, which is the same on all processes.
+        waiting = {m: rollout for m, rollout in waiting.items() if rollout.draw_again()}
     for member in members:
         if member in rollouts:
             yield rollouts[member].finish()
         else:
             yield member.collector.collect(member.agent)
+
+
+def _act(groups: Sequence[Sequence[_Actor]], rollouts: Mapping[Member, Rollout]) -> None:
+    """Let the agents of these rollouts answer the prompts of a batch, together where they can."""
+    acting = [[actor for actor in group if actor.member in rollouts] for group in groups]
+    parts = [part for group in acting for part in _that_fit(group, rollouts) if len(part) > 1]
+    for part in parts:
+        _answer_together([actor.agent for actor in part], [rollouts[a.member] for a in part])
+    acted = {actor.member for part in parts for actor in part}
+    for member, rollout in rollouts.items():
+        if member not in acted:
+            _answer(member.agent, rollout)
 
 
 class _Actor(NamedTuple):
@@ -129,8 +146,8 @@ def _that_fit(
     yield part
 
 
-def _roll_out_together(agents: Sequence[LLMAlgorithm], rollouts: Sequence[Rollout]) -> None:
-    """Let agents answer all prompts of their rollouts in common calls."""
+def _answer_together(agents: Sequence[LLMAlgorithm], rollouts: Sequence[Rollout]) -> None:
+    """Let agents answer the prompts of a batch each in common calls."""
     several_turns = rollouts[0].several_turns
     for agent in agents:
         agent.generator.sync(agent.policy)
