@@ -58,6 +58,7 @@ SOME_CASES = {
     "zero3_in_parts": ["agreement"],
 }
 ONLY_UNDER = {
+    "appended_rows": "ddp",
     "deepspeed_settings": "zero2",
     "errors": "ddp",
     "other_base": "ddp",

@@ -40,6 +40,23 @@ def another_number_of_ranks(accelerator: Any) -> dict[str, Any]:
     return {}
 
 
+def appended_rows(accelerator: Any) -> dict[str, Any]:
+    """A run of 7 rows that goes on with 10 from the middle of its first pass.
+
+    And what is said without the option.
+    """
+    run = Path(sys.argv[1]) / "appended"
+    seed_all(7)
+    reasoning(run, accelerator, iterations=1)
+    refusal = ""
+    try:
+        reasoning(run, accelerator, rows=10)
+    except ValueError as error:
+        refusal = str(error)
+    write_result(run, reasoning(run, accelerator, rows=10, allow_appended_rows=True))
+    return {"refusal": refusal}
+
+
 def set_back(accelerator: Any) -> dict[str, Any]:
     """A rate set on the optimizer, in copies and in an agent set back to a checkpoint.
 
@@ -74,5 +91,6 @@ def set_back(accelerator: Any) -> dict[str, Any]:
 
 RESUME_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "another_number_of_ranks": another_number_of_ranks,
+    "appended_rows": appended_rows,
     "set_back": set_back,
 }

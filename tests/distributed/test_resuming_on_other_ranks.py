@@ -71,6 +71,19 @@ def test_two_processes_go_on_with_the_run_of_one(folder: Path, setting: str) -> 
     assert [asked(run, i) for i in (3, 4, 5)] == following((0, 4), batches=3, processes=2)
 
 
+@each_setting("appended_rows")
+def test_rows_are_appended_on_all_ranks(ranks: list[Any], folder: Path) -> None:
+    """To 7, of which 4 were trained on: then come the other 3, and the 3 that were appended."""
+    for rank in ranks:
+        assert "allow_appended_rows=True goes on with them" in rank["refusal"]
+    run = folder / "appended"
+    assert of_all(run) == of_all(run, rank=1)
+    assert steps(run) == [0, 4, 7, 10, 14]
+    assert [asked(run, i) for i in (1, 2)] == following((0, 0), batches=2, processes=2)
+    assert {*asked(run, 3)} < {"7+7?", "8+8?", "9+9?"}
+    assert len(asked(run, 3)) == 2
+
+
 @each_setting("set_back")
 def test_agents_are_set_back_exactly_and_batches_have_to_divide(ranks: list[Any]) -> None:
     for rank in ranks:

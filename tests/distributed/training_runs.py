@@ -159,11 +159,19 @@ def streamed(run: Path, accelerator: Any, iterations: int = 4) -> GRPO:
     return agent
 
 
-def reasoning(run: Path, accelerator: Any, iterations: int = 4, hook: Hook = nothing) -> GRPO:
+def reasoning(
+    run: Path,
+    accelerator: Any,
+    iterations: int = 4,
+    hook: Hook = nothing,
+    rows: int = 7,
+    **more: Any,
+) -> GRPO:
     """Batches of 4 and 3."""
     agent = make_agent(accelerator, hook)
     steps, options = 14 * iterations // 4, _options(run, accelerator)
-    finetune_llm_reasoning([agent], reasoning_gym(accelerator), max_steps=steps, **options)
+    env = reasoning_gym(accelerator, sums(rows))
+    finetune_llm_reasoning([agent], env, max_steps=steps, **options, **more)
     return agent
 
 
