@@ -253,7 +253,7 @@ def test_another_run_is_refused(options: dict[str, Any], says: str, run: Path) -
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"rows": 4}, "5 there, 4 here. .*train_dataset has 4 rows, and had 5; rows can be"),
+        ({"rows": 4}, "5 there, 4 here. .*train_dataset has 4 rows, fewer than the 5 saved"),
         ({"rows": 8, "word": "brain"}, "the first 5 of the 8 rows of train_dataset are not the 5"),
         ({"word": "brain"}, "the first 5 of the 5 rows of train_dataset are not the 5"),
         ({"rows": 8, "test_rows": 4}, "test_dataset is another one; rows can be appended to train"),

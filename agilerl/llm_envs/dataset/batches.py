@@ -113,15 +113,16 @@ class ShuffledBatches(TrainingBatchSampler):
         saved, name = state["rows"], self.dataset.name
         require(
             saved <= self.rows,
-            f"{name} has {self.rows} rows, and had {saved}; rows can be appended, not removed",
+            f"{name} has {self.rows} rows, fewer than the {saved} saved ones; rows can be "
+            "appended, not removed",
         )
         # Of the rows that fit, as positions are: a row that is dropped now, or no longer is, moves
         # those behind it, and is found here.
         require(
             self.dataset.fingerprint(saved) == fingerprint,
-            f"the first {saved} of the {self.rows} rows of {name} are not the {saved} that there "
-            "were, or other columns are read, or other templates make prompts of them; rows can "
-            "be appended at the end, with the same max_context_length",
+            f"the first {saved} of the {self.rows} rows of {name} are not the {saved} saved ones, "
+            "or other columns are read, or other templates make prompts of them; rows can be "
+            "appended at the end, with the same max_context_length",
         )
         return with_appended_rows(state, self.rows)
 

@@ -56,7 +56,7 @@ class TrainingBatchSampler:
         self.offset = 0
         """Rows of all processes that are done in this epoch."""
         self._segments: tuple[int, ...] = (rows,)
-        """Their sizes, in this epoch."""
+        """Sizes of the segments of this epoch."""
 
     def current(self) -> list[int]:
         """The rows of the present batch that are this process's share."""
@@ -66,10 +66,8 @@ class TrainingBatchSampler:
         """This process's share of the present batch and those after it, ``count`` in all."""
         epoch, offset, batches = self.epoch, self.offset, []
         for _ in range(count):
-            order, end = (
-                _order(self._segments_of(epoch), self.seed, epoch),
-                self._end(epoch, offset),
-            )
+            order = _order(self._segments_of(epoch), self.seed, epoch)
+            end = self._end(epoch, offset)
             batches.append(order[offset + self.rank : end : self.num_replicas].tolist())
             epoch, offset = self._after(epoch, offset)
         return batches

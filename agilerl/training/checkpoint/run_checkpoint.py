@@ -34,6 +34,10 @@ from agilerl.training.population import Population
 
 STATE_FILE = "run_state.json"
 SUMS_FILE = "SHA256SUMS"
+_APPENDED = (
+    " The training data begin with those of that run: allow_appended_rows=True goes on with them, "
+    "and then with the rest."
+)
 _NAME = re.compile(r"(crashed_in_)?iteration_(\d+)(_evaluated)?")
 
 
@@ -137,23 +141,20 @@ def read_checkpoint(
         grown, obstacle = state, ""
         if _difference(_run_identity(state), _run_identity(own)) is None:
             grown, obstacle = with_appended_rows(state, population.collectors)
-        accepted = grown if allow_appended_rows else state
-        difference = _difference(_identity(accepted), _identity(own))
-        if difference is not None:
-            remedy = ""
-            if allow_appended_rows:
-                remedy = f" allow_appended_rows=True does not help: {obstacle}." * bool(obstacle)
-            elif _difference(_identity(grown), _identity(own)) is None:
-                remedy = (
-                    " The training data begin with those of that run: allow_appended_rows=True "
-                    "goes on with them, and then with the rest."
-                )
-            raise ValueError(
-                f"{path} is a checkpoint of another run: {difference}.{remedy} Pass the population "
-                "and the environments that the run was started with, or leave resume_from out to "
-                "start a new run."
-            )
-        return accepted, count_appended(state, accepted)
+        of_grown = _difference(_identity(grown), _identity(own))
+        if allow_appended_rows:
+            difference = of_grown
+            remedy = f" allow_appended_rows=True does not help: {obstacle}." * bool(obstacle)
+        else:
+            difference = _difference(_identity(state), _identity(own))
+            remedy = _APPENDED * (of_grown is None)
+        require(
+            difference is None,
+            f"{path} is a checkpoint of another run: {difference}.{remedy} Pass the population and "
+            "the environments that the run was started with, or leave resume_from out to start a "
+            "new run.",
+        )
+        return grown, count_appended(state, grown)
 
     try:
         state, appended = ranks.on_all_ranks(read_run)

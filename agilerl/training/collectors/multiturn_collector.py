@@ -135,7 +135,7 @@ class MultiTurnCollector:
         position, rows = state["position"], self.order.rows
         require(
             position["rows"] <= rows,
-            f"train_seeds is {rows}, and was {position['rows']}; it can be raised, not lowered",
+            f"train_seeds={rows} is less than the {position['rows']} saved; it can be raised only",
         )
         return {**state, "position": with_appended_rows(position, rows)}
 

@@ -267,8 +267,8 @@ class ReasoningCollector:
         lacking = missing_members(self.env, AppendableEnv)
         require(
             not lacking and _FINGERPRINT in state,
-            f"a {type(self.env).__name__} cannot tell whether its rows begin with those that there "
-            f"were: it lacks {' and '.join(lacking) or 'what it was saved with'}",
+            f"a {type(self.env).__name__} cannot tell whether its rows begin with the saved ones: "
+            f"it lacks {' and '.join(lacking) or 'what it was saved with'}",
         )
         env = cast(AppendableEnv, self.env)
         position = env.with_appended_rows(state["position"], state[_FINGERPRINT])
