@@ -122,7 +122,8 @@ class ShuffledBatches(TrainingBatchSampler):
             self.dataset.fingerprint(saved) == fingerprint,
             f"the first {saved} of the {self.rows} rows of {name} are not the {saved} saved ones, "
             "or other columns are read, or other templates make prompts of them; rows can be "
-            "appended at the end, with the same max_context_length",
+            "appended at the end, with the same max_context_length, and neither shuffle() nor "
+            "train_test_split() of a longer dataset leave them there",
         )
         return with_appended_rows(state, self.rows)
 
