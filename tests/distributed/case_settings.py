@@ -68,6 +68,7 @@ ONLY_UNDER = {
     "partitioned_checkpoints": "zero3",
     "partition_refusals": "zero3",
     "rollouts_in_parts": "zero3_in_parts",
+    "resampled_in_parts": "zero3_in_parts",
 }
 
 

@@ -15,7 +15,12 @@ from deepspeed.runtime.zero import parameter_offload
 from peft import LoraConfig
 
 from agilerl.algorithms import GRPO
+from agilerl.distributed import ranks_of
+from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper
+from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.testing import tiny_model
+from agilerl.training.collectors.dynamic_sampling import DynamicSampling
+from agilerl.training.collectors.multiturn_collector import MultiTurnCollector
 
 EVERY = ["q_proj", "v_proj", "gate_proj", "down_proj"]
 MODELS: dict[str, dict[str, Any]] = {
@@ -269,9 +274,55 @@ def rollouts_in_parts(accelerator: Any) -> dict[str, Any]:
     return result
 
 
+class PaysEveryOther:
+    """Games of one turn more on rank 1; on rank 0 the episodes of the first seeds all get 0."""
+
+    def __init__(self, rank: int, flat: list[int], resets: list[int]) -> None:
+        self.rank, self.flat, self.resets = rank, flat, resets
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        assert seed is not None
+        self.turn, self.reward = 0, 0.0 if seed in self.flat else float(self.resets.count(seed) % 2)
+        self.resets.append(seed)
+        return f"game {seed}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turn += 1
+        over = self.turn == 1 + self.rank
+        return "on", self.reward * over, over, False, {}
+
+
+def resampled_in_parts(accelerator: Any) -> dict[str, Any]:
+    """Rank 0 lacks groups with variance; within a rollout no rank may ask the others about it."""
+    rank, resets = accelerator.process_index, list[int]()
+    order = TrainingBatchSampler(12, 2, 1, rank, 2)
+    flat = order.current() if rank == 0 else []
+    env = SyncMultiTurnVecEnv(
+        lambda: TokenObservationWrapper(PaysEveryOther(rank, flat, resets), TOKENIZER, max_turns=2),
+        *(2, 2),
+        max_turns=2,
+    )
+    agent = agent_on(**MODELS["tied"], accelerator=accelerator)
+    sampling = DynamicSampling("resample", max_resamples=3)
+    collector = MultiTurnCollector(env, order, sampling, ranks_of(accelerator))
+    upcoming = [seed for batch in order.upcoming(2) for seed in batch]
+    collected = collector.collect(agent)
+    result = {
+        "seeds": (resets[:: agent.group_size], upcoming),
+        "rewards": collected.experiences[2],
+        "metrics": collected.metrics,
+        "steps": collected.steps,
+        "learned": agent.learn(collected.experiences, **collected.learn_arguments),
+    }
+    env.close()
+    agent.clean_up()
+    return result
+
+
 ZERO3_CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "partitioned_models": partitioned_models,
     "partitioned_checkpoints": partitioned_checkpoints,
     "partition_refusals": partition_refusals,
     "rollouts_in_parts": rollouts_in_parts,
+    "resampled_in_parts": resampled_in_parts,
 }

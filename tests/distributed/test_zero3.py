@@ -128,6 +128,19 @@ def test_rollouts_in_parts_put_one_module_together_at_a_time(ranks: Ranks, name:
         assert sorted(rank[name]["turn_columns"])[-2] <= 3
 
 
+@in_parts("resampled_in_parts")
+def test_ranks_decide_outside_of_rollouts_to_draw_further_seeds(ranks: Ranks) -> None:
+    for number, rank in enumerate(ranks):
+        played, announced = rank["seeds"]
+        assert played == announced, "two batches, on both ranks"
+        assert rank["metrics"]["resamples"] == 1.0
+        assert rank["metrics"]["zero_variance_share"] == (0.5, 0.0)[number]
+        assert rank["steps"] == (16, 32)[number]
+        assert rank["rewards"].sum(1).tolist() == [0.0, 1.0] * 4
+        assert rank["learned"]["grad_norm"] > 0
+        assert rank["learned"] == ranks[0]["learned"]
+
+
 @each_setting("partition_refusals")
 def test_what_does_not_go_together_with_parts_is_refused(ranks: Ranks) -> None:
     parts = {
