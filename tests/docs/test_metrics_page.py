@@ -4,82 +4,121 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documentation_page import run_page
 
 from agilerl.algorithms import GRPO
+from agilerl.llm_envs import ReasoningGym, TokenObservationWrapper
 from agilerl.training.logs.files import FIRST_COLUMNS
-from agilerl.training.train_llm import finetune_llm_reasoning
+from agilerl.training.train_llm import finetune_llm_multiturn, finetune_llm_reasoning
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
-NAMES = {each for line in PAGE.splitlines() for each in re.findall(r"`([^`]+)`", line)}
+TABLE = [
+    [cell.strip() for cell in line.split("|")[1:-1]]
+    for line in PAGE.partition("## Healthy")[0].splitlines()
+    if line.startswith("| `")
+]
+WHERE = {name: row[-1] for row in TABLE for name in re.findall(r"`([^`]+)`", row[0])}
+"""Every column of the page, with what its last cell says of where it is written."""
 
 
-def missing(columns: Any) -> set[str]:
-    """Columns that the page does not name."""
+def as_on_the_page(columns: Iterable[str]) -> set[str]:
+    """The columns, with the page's placeholders for names and numbers."""
+    named = (re.sub(r"^(rewards|fitness)/[^/]+", r"\1/<name>", column) for column in columns)
+    return {re.sub(r"@\d+$", "@k", column) for column in named}
 
-    def as_written(column: str) -> str:
-        column = re.sub(r"^(rewards|fitness)/[^/]+", r"\1/<name>", column)
-        return re.sub(r"@\d+$", "@k", column)
 
-    return {column for column in columns if as_written(column) not in NAMES}
+def columns_of(run: Path) -> set[str]:
+    with (run / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return as_on_the_page(name for row in rows for name, value in row.items() if value)
+
+
+class Game:
+    """Two turns; the second one pays."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.turn = 0
+        return f"game {seed}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turn += 1
+        return "on", float(self.turn == 2 and len(action) % 2), self.turn == 2, False, {}
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
-    """The names that the page's code leaves, what it printed, and where it ran."""
+def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The names that the page's code leaves, and where it ran."""
     folder = tmp_path_factory.mktemp("page")
-    names: dict[str, Any] = {"__name__": "page"}
-    printed = io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
-        for code in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
-            exec(compile(code, "metrics.md", "exec"), names)
-    return names, printed.getvalue(), folder
+    with contextlib.chdir(folder):
+        return run_page(PAGE, shown=1), folder
 
 
-def test_code_and_output(page: tuple[dict[str, Any], str, Path]) -> None:
-    (shown,) = re.findall(r"```text\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert page[1] == shown
-
-
-def test_every_column_of_runs_is_on_the_page(page: tuple[dict[str, Any], str, Path]) -> None:
-    names, _, folder = page
-    assert not missing(FIRST_COLUMNS)
-    env, agent = names["env"], names["agent"]
-    finetune_llm_reasoning(
-        *([agent], env),
-        max_steps=4,
-        verbose=False,
-        evaluation_samples=2,
-        zero_variance="resample",
-        checkpoint_path=folder / "all",
+@pytest.fixture(scope="module")
+def written(page: tuple[dict[str, Any], Path]) -> dict[str, set[str]]:
+    """The columns of a run of each function with all options that add some."""
+    names, folder = page
+    agent, tokenizer = names["agent"], names["tokenizer"]
+    rows = [{"question": word, "answer": word[::-1]} for word in names["words"]]
+    options: dict[str, Any] = {
+        "verbose": False, "evaluation_samples": 2, "zero_variance": "resample"
+    }  # fmt: skip
+    env = ReasoningGym(
+        rows,
+        {"easy": rows[:1], "hard": rows[1:2]},
+        tokenizer,
+        {"odd": lambda completion: len(completion) % 2, "half": lambda completion: 0.5},
+        [{"role": "user", "content": "{question}"}],
+        data_batch_size_per_gpu=2,
+        extract_answer=lambda completion: completion[:1],
     )
-    for run in ("run", "all"):
-        with (folder / run / "metrics.csv").open() as file:
-            columns = csv.DictReader(file).fieldnames
-        assert columns is not None and len(columns) > 25
-        assert not missing(columns)
-    assert missing(["reward", "rewards/a/mean", "fitness/hard", "pass@8"]) == {"reward"}
+    finetune_llm_reasoning([agent], env, checkpoint_path=folder / "all", max_steps=4, **options)
+    finetune_llm_multiturn(
+        [agent],
+        2,
+        lambda: TokenObservationWrapper(Game(), tokenizer, max_turns=2),
+        checkpoint_path=folder / "episodes",
+        max_steps=8,
+        groups_per_iteration=2,
+        evaluation_episodes=2,
+        max_workers=1,
+        **options,
+    )
+    return {run: columns_of(folder / run) for run in ("run", "all", "episodes")}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dual_clip": 3.0, "top_entropy_quantile": 0.5, "beta": 0.1},
-        {"importance_anchor": "sampler"},
-    ],
-)
-def test_what_options_of_the_loss_measure_is_on_the_page(
-    options: dict[str, Any], page: tuple[dict[str, Any], str, Path]
+def test_code_and_output(page: tuple[dict[str, Any], Path]) -> None:
+    assert (page[1] / "run" / "metrics.csv").exists()
+
+
+def test_the_columns_of_both_functions_are_those_of_the_page(
+    written: dict[str, set[str]],
 ) -> None:
-    names, tokenizer = page[0], page[0]["tokenizer"]
+    assert set(FIRST_COLUMNS) <= set(WHERE)
+    for columns in written.values():
+        assert columns <= set(WHERE)
+    reasoning, episodes = written["all"], written["episodes"]
+
+    def said(where: str) -> set[str]:
+        return {name for name, each in WHERE.items() if each == where}
+
+    assert len(said("")) > 20
+    assert said("") <= reasoning & episodes
+    assert said("multi-turn") == episodes - reasoning
+    assert said("reasoning") <= reasoning - episodes
+
+
+def learned(names: dict[str, Any], **options: Any) -> set[str]:
+    """What ``learn`` measures of an agent with these options, given the sampler's log-probs."""
+    tokenizer = names["tokenizer"]
     agent = GRPO(
         tokenizer.pad_token_id,
         tokenizer.pad_token,
@@ -93,14 +132,17 @@ def test_what_options_of_the_loss_measure_is_on_the_page(
     action = agent.get_action(names["env"].reset()[:1])
     logps = [torch.full((int(mask.sum()),), -1.0) for mask in action.action_masks[0]]
     metrics = agent.learn((*action, torch.tensor([[0.0, 1.0]])), sampling_logps=logps)
-    assert "sampler_kl" in metrics and not missing(metrics)
     agent.clean_up()
+    return set(metrics)
 
 
-def test_episodes_have_no_other_columns() -> None:
-    source = (ROOT / "agilerl" / "training" / "collectors" / "multiturn_collector.py").read_text()
-    assert re.findall(r'^        "(\w+_\w+)": float', source, flags=re.MULTILINE) == ["turns_mean"]
-    assert not missing(["turns_mean"])
+def test_every_column_of_the_page_is_written_by_some_run(
+    page: tuple[dict[str, Any], Path], written: dict[str, set[str]]
+) -> None:
+    options = {"dual_clip": 3.0, "top_entropy_quantile": 0.5, "beta": 0.1}
+    with_options = learned(page[0], **options), learned(page[0], importance_anchor="sampler")
+    found = set().union(*written.values(), *with_options)
+    assert found == set(WHERE)
 
 
 def test_the_figures_are_those_of_the_runs() -> None:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+from documentation_page import run_page
 
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizer.md").read_text()
 
 
 def test_code_and_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "page"}
-    blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", PAGE, flags=re.DOTALL)
-    assert blocks
-    for code, shown in blocks:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, "optimizer.md", "exec"), names)
-        assert not shown or printed.getvalue() == shown
+    run_page(PAGE, blocks=3, shown=2)
