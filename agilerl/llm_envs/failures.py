@@ -60,17 +60,22 @@ class FailurePolicy:
 
     def excess(self, failed: int, total: int, what: str) -> str:
         """Says that more of ``total`` failed than may; empty if not."""
-        if failed <= self.limit(total):
-            return ""
-        share = f", more than max_failure_share={self.max_failure_share:g}"
-        return (
-            f"{failed} of {total} {what} have failed{'' if self.on_failure == 'raise' else share}"
-        )
+        if self.on_failure == "raise":
+            return f"{failed} of {total} {what} have failed" if failed else ""
+        return excess(failed, total, what, self.max_failure_share)
 
     @property
     def outcome(self) -> str:
         """What became of what failed, for messages."""
         return "are left out" if self.drops else f"got on_failure={self.on_failure}"
+
+
+def excess(failed: int, total: int, what: str, max_failure_share: float) -> str:
+    """Says that more than ``max_failure_share`` of ``total`` failed; empty if not."""
+    if failed <= max_failure_share * total:
+        return ""
+    share = f"more than max_failure_share={max_failure_share:g}"
+    return f"{failed} of {total} {what} have failed, {share}"
 
 
 def reason(error: BaseException) -> str:

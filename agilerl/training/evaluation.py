@@ -14,7 +14,7 @@ import torch
 
 from agilerl.algorithms.core.evaluation import EvaluationStopped
 from agilerl.checks import require
-from agilerl.training.collectors.experience import accuracy
+from agilerl.training.collectors.experience import accuracy, right_answers
 from agilerl.typing import Act, ActionResult, EvaluableEnv, Evaluation, ReasoningPrompts
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def evaluation_statistics(
         "evaluation_samples needs to know which answers are of the same row, and the Evaluation "
         "that the environment returned does not say: have it fill in rows",
     )
-    right = (answers.rewards >= torch.tensor(accuracy_threshold)).tolist()
+    right = right_answers(answers.rewards, accuracy_threshold).tolist()
     of_rows: dict[int, list[int]] = {}
     for number, row in enumerate(answers.rows):
         of_rows.setdefault(row, []).append(number)

@@ -25,6 +25,7 @@ from agilerl.llm_envs import (
     TokenObservationWrapper,
 )
 from agilerl.llm_envs.dataset import TrainingBatchSampler
+from agilerl.training.collectors.dynamic_sampling import DynamicSampling
 from agilerl.training.collectors.experience import (
     Experience,
     Sample,
@@ -32,7 +33,7 @@ from agilerl.training.collectors.experience import (
     gather_statistics,
     samples_to_show,
 )
-from agilerl.training.collectors.multiturn_collector import EpisodeRollout
+from agilerl.training.collectors.multiturn_collector import MultiTurnCollector
 from agilerl.training.collectors.reasoning_collector import ReasoningCollector
 from agilerl.training.logs.progress_bar import ProgressBar
 from agilerl.training.train_llm import finetune_llm_reasoning
@@ -266,7 +267,9 @@ def single_turn(ranks: Ranks, share: float) -> tuple[Experience, Evaluation]:
     return ReasoningCollector(env).collect(MaskedAgent()), env.evaluate(write_once)
 
 
-def several_turns(ranks: Ranks, share: float) -> tuple[Experience, Evaluation]:
+def several_turns(
+    ranks: Ranks, share: float, sampling: DynamicSampling | None = None
+) -> tuple[Experience, Evaluation]:
     env = SyncMultiTurnVecEnv(
         *(lambda: TokenObservationWrapper(Told(ranks.rank == 0), TOKENIZER, 1), 2, 2),
         evaluation_episodes=8,
@@ -274,18 +277,29 @@ def several_turns(ranks: Ranks, share: float) -> tuple[Experience, Evaluation]:
         num_processes=2,
         max_failure_share=share,
     )
-    rollout = EpisodeRollout(env, TrainingBatchSampler(8, 2, 0, ranks.rank, 2), 2)
-    while rollout.prompts:
-        rollout.answer(write_once(rollout.prompts), 0.0)
+    order = TrainingBatchSampler(8, 2, 0, ranks.rank, 2)
+    (rollout,) = MultiTurnCollector(env, order, sampling, ranks).begin([MaskedAgent()])
+    further = True
+    while further:
+        while rollout.prompts:
+            rollout.answer(write_once(rollout.prompts), 0.0)
+        further = rollout.draw_again()
     experience, evaluation = rollout.finish(), env.evaluate(write_once)
     env.close()
     return experience, evaluation
 
 
+def further_seeds(ranks: Ranks, share: float) -> tuple[Experience, Evaluation]:
+    return several_turns(ranks, share, DynamicSampling("resample", 1))
+
+
 @pytest.mark.process
-@pytest.mark.parametrize("play", [single_turn, several_turns])
+@pytest.mark.parametrize(
+    ("play", "failed"),
+    [(single_turn, "4 of 8"), (several_turns, "4 of 8"), (further_seeds, "8 of 16")],
+)
 def test_ranks_refuse_too_many_failures_together(
-    tmp_path: Path, play: Callable[[Ranks, float], tuple[Experience, Evaluation]]
+    tmp_path: Path, play: Callable[[Ranks, float], tuple[Experience, Evaluation]], failed: str
 ) -> None:
     """All of rank 0's fail, and none of rank 1's: that is half of them."""
 
@@ -307,7 +321,7 @@ def test_ranks_refuse_too_many_failures_together(
 
     first, second = on_two_ranks(tmp_path / "ranks", action)
     assert first == second
-    assert first[0].startswith("4 of 8 completions of all processes have failed, more than max_f")
+    assert first[0].startswith(f"{failed} completions of all processes have failed, more than max_")
     assert "ConnectionError" in first[0]
     assert "answers failed, more than the" in first[1]
     assert first[2:] == ["", ""]

@@ -10,6 +10,7 @@ import torch
 
 from agilerl.checks import require
 from agilerl.llm.advantages import varying_groups
+from agilerl.llm_envs.failures import excess
 
 if TYPE_CHECKING:
     from agilerl.distributed import Ranks
@@ -136,13 +137,9 @@ def check_failures(experience: Experience) -> None:
         RuntimeError: More than ``max_failure_share`` of them.
     """
     failed, total = experience.failed_completions, experience.rewards.numel()
-    require(
-        failed <= experience.max_failure_share * total,
-        f"{failed} of {total} completions of all processes have failed, more than "
-        f"max_failure_share={experience.max_failure_share:g}. The first: "
-        f"{experience.first_failure}",
-        RuntimeError,
-    )
+    what = "completions of all processes"
+    too_many = excess(failed, total, what, experience.max_failure_share)
+    require(not too_many, f"{too_many}. The first: {experience.first_failure}", RuntimeError)
 
 
 def together(parts: Sequence[Experience]) -> Experience:
@@ -171,10 +168,15 @@ def together(parts: Sequence[Experience]) -> Experience:
     )
 
 
+def right_answers(rewards: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Which rewards are at or above the threshold, in their shape, bool."""
+    # Compared in the rewards' own precision: a float32 reward of 1.3 has to reach 1.3.
+    return rewards >= torch.tensor(threshold, dtype=rewards.dtype)
+
+
 def accuracy(rewards: torch.Tensor, threshold: float) -> float:
     """Share of rewards (any shape) at or above the threshold."""
-    # Compared in the rewards' own precision: a float32 reward of 1.3 has to reach 1.3.
-    return float((rewards >= torch.tensor(threshold, dtype=rewards.dtype)).float().mean())
+    return float(right_answers(rewards, threshold).float().mean())
 
 
 def reward_statistics(rewards: torch.Tensor, accuracy_threshold: float) -> dict[str, float]:
