@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 # What is drawn is no matter of the setting.
-NAMES = [name for name in RUNS if name not in ("streamed", "resampled")]
+NAMES = [name for name in RUNS if name not in ("streamed", "resampled", "resampled_turns")]
 
 
 class Errors(logging.Handler):

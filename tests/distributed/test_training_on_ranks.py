@@ -200,6 +200,17 @@ def test_all_ranks_draw_further_prompts_when_one_lacks_variance(exact: Path) -> 
     assert all(after - before >= 3 for before, after in zip([0, *drawn], drawn, strict=False))
 
 
+def test_ranks_draw_further_seeds_together_for_each_agent(exact: Path) -> None:
+    run = exact / "ddp_resampled_turns_whole"
+    assert_same(run, exact / "ddp_resampled_turns_parts")
+    of_ranks = [result(run, rank) for rank in (0, 1)]
+    assert of_ranks[0]["of_all"] == of_ranks[1]["of_all"]
+    trained = [row for row in metrics(run) if row["reward_mean"]]
+    by_agent = [[row["resamples"] for row in trained if row["agent"] == n] for n in "01"]
+    assert by_agent[0] != by_agent[1]
+    assert {number for each in by_agent for number in each} <= {"0.0", "1.0", "2.0"}
+
+
 def asked_by_rank_0(run: Path) -> dict[int, list[str]]:
     """Questions of its samples by iteration."""
     asked: dict[int, list[str]] = {}

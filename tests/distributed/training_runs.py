@@ -225,8 +225,38 @@ def multi_turn(run: Path, accelerator: Any, iterations: int = 4, hook: Hook = no
     return agent
 
 
+class Coarse(Echo):
+    """Pays 0 or 1 at its end, which comes a turn later on rank 1: groups are often flat."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        text, reward, *_ = super().step(action)
+        over = self.turn == 1 + RANK
+        return text, float(over and reward > 0.5), over, False, {}
+
+
+def resampled_turns(run: Path, accelerator: Any, iterations: int = 4) -> GRPO:
+    """Two agents side by side, which draw equally many further seeds on all ranks."""
+    agents = GRPO.population(2, **settings(), accelerator=accelerator)
+    finetune_llm_multiturn(
+        agents,
+        max_turns=2,
+        env_factory=lambda: TokenObservationWrapper(Coarse(), TOKENIZER, max_turns=2),
+        max_steps=40 * iterations,
+        groups_per_iteration=4,
+        train_seeds=11,
+        evaluation_episodes=3,
+        max_workers=1,
+        zero_variance="resample",
+        max_resamples=2,
+        **_options(run, accelerator),
+    )
+    agents[1].clean_up()
+    return agents[0]
+
+
 RUNS: dict[str, Callable[..., GRPO]] = {
-    "reasoning": reasoning, "multi_turn": multi_turn, "streamed": streamed, "resampled": resampled
+    "reasoning": reasoning, "multi_turn": multi_turn, "streamed": streamed, "resampled": resampled,
+    "resampled_turns": resampled_turns,
 }  # fmt: skip
 
 
