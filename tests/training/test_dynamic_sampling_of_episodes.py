@@ -20,7 +20,10 @@ import pytest
 import torch
 from resume_helpers import (
     TOKENIZER,
+    After,
     Dice,
+    Hook,
+    checkpoints_in,
     differences,
     everything,
     nothing,
@@ -278,7 +281,7 @@ def test_a_batch_without_any_episode_is_followed_by_another_one() -> None:
     assert float(row["reward_mean"]) == 0.5
 
 
-def drawing_run(path: Path, **options: Any) -> list[GRPO]:
+def drawing_run(path: Path, hook: Hook = nothing, **options: Any) -> list[GRPO]:
     """Two agents, batches of two seeds of five; returns are 0 to 3: some groups are flat."""
 
     class Coarse(Dice):
@@ -287,7 +290,7 @@ def drawing_run(path: Path, **options: Any) -> list[GRPO]:
             return text, float(reward > 0.6), *over
 
     settings: dict[str, Any] = {
-        "env_factory": lambda: TokenObservationWrapper(Coarse(nothing), TOKENIZER, max_turns=3),
+        "env_factory": lambda: TokenObservationWrapper(Coarse(hook), TOKENIZER, max_turns=3),
         "zero_variance": "resample",
         "max_resamples": 2,
         "groups_per_iteration": 2,
@@ -299,11 +302,11 @@ def drawing_run(path: Path, **options: Any) -> list[GRPO]:
 
 
 def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     seed_all()
     expected = everything(whole, drawing_run(whole))
-    drawn = {row["resamples"] for row in rows_of(whole) if row["resamples"]}
-    assert len(drawn) > 1, "iterations differ in how much they draw"
+    rows = [row for row in rows_of(whole) if row["resamples"]]
+    assert len({row["resamples"] for row in rows}) > 1, "iterations differ in how much they draw"
     for iteration in (1, 2):
         reseed()
         start, other = whole / f"iteration_{iteration:08d}", tmp_path / f"from_{iteration}"
@@ -311,6 +314,16 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path: Path) ->
             other, drawing_run(other, resume_from=start, elite_path=other / "elite")
         )
         assert set(differences(resumed, expected)) <= {"elite"}
+    # A Ctrl-C while a further batch is played: after two evaluations of two episodes and the first
+    # batch of two groups of three, of both agents.
+    assert rows[0]["resamples"] != "0.0"
+    seed_all()
+    drawing_run(stopped, After(4 + 12 + 1))
+    assert checkpoints_in(stopped) == ["iteration_00000001"]
+    reseed()
+    assert (
+        differences(everything(stopped, drawing_run(stopped, resume_from=stopped)), expected) == []
+    )
 
 
 def guess_the_number(path: Path, **options: Any) -> list[GRPO]:
