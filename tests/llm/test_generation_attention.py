@@ -9,6 +9,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from agilerl.llm.generation.attention import _NAME, _attend, single_query_attention
+from agilerl.llm.generation.kv_cache import GrowingCache
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -37,11 +38,11 @@ def test_attention_is_torchs(
 
 def test_a_decoder_is_left_as_it_was() -> None:
     decoder = make_family("qwen2").base_model
-    with pytest.raises(KeyError), single_query_attention(decoder):
+    with pytest.raises(KeyError), single_query_attention(decoder, GrowingCache(1)):
         assert decoder.config._attn_implementation == _NAME
         raise KeyError
     assert decoder.config._attn_implementation == "sdpa"
     # A model that computes its attention itself goes on doing so.
     decoder.config._attn_implementation = "eager"
-    with single_query_attention(decoder):
+    with single_query_attention(decoder, GrowingCache(1)):
         assert decoder.config._attn_implementation == "eager"

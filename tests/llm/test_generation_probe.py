@@ -25,7 +25,7 @@ from agilerl.llm.generation import probe
 from agilerl.llm.generation.probe import DecodingSupport, decoding_support
 from agilerl.testing import tiny_model
 
-EVERYTHING = DecodingSupport(left_padding=True, single_query=True)
+EVERYTHING = DecodingSupport(left_padding=True, single_query=True, shared_prefix=True)
 
 
 def support_of(model: nn.Module) -> DecodingSupport:

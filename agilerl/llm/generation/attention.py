@@ -1,37 +1,53 @@
-"""Attention of single queries on a CPU.
+"""Attention of single queries by matrix products: on a CPU, and where rows share prompts.
 
 torch's fused CPU kernel is made for blocks of queries: for one query per row it takes up to ten
 times as long as plain matrix products. A model's own eager attention is no substitute: it need not
 be what the model computes otherwise (Gemma 2 caps its attention logits there, and only there), and
 then samples would not come from the distribution that is trained.
+
+Rows that share prompts attend to a prompt's keys together: its products are made with the queries
+of all of them, and softmax goes over these and the rows' own.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
+from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from agilerl.llm.generation.shared_prefix import SharedPrefixCache
+
 _NAME = "agilerl_single_query"
+# Attention functions are not given the cache.
+_shared: ContextVar[SharedPrefixCache | None] = ContextVar("shared prefixes", default=None)
 
 
 @contextlib.contextmanager
-def single_query_attention(decoder: nn.Module) -> Iterator[None]:
-    """Within it a decoder on a CPU uses matrix products in place of torch's fused attention."""
+def single_query_attention(decoder: nn.Module, cache: Cache) -> Iterator[None]:
+    """Within it a decoder uses matrix products in place of torch's fused attention.
+
+    On a CPU, and where rows of ``cache`` share prompts; elsewhere the fused one is as fast.
+    """
     config: Any = decoder.config
     before = config._attn_implementation
-    if before == "sdpa" and next(decoder.parameters()).device.type == "cpu":
+    shared = cache if isinstance(cache, SharedPrefixCache) else None
+    token = _shared.set(shared)
+    on_cpu = next(decoder.parameters()).device.type == "cpu"
+    if before == "sdpa" and (on_cpu or shared is not None):
         config._attn_implementation = _NAME
     try:
         yield
     finally:
         config._attn_implementation = before
+        _shared.reset(token)
 
 
 def _attend(
@@ -64,11 +80,17 @@ def _attend(
     grouped = query.view(rows, key.shape[1], -1, size) * (
         size**-0.5 if scaling is None else scaling
     )
-    scores = grouped @ key.transpose(-1, -2)
+    shared, scores = _shared.get(), grouped @ key.transpose(-1, -2)
+    if shared is not None:
+        scores = torch.cat([shared.scores(module, grouped), scores], dim=-1)
     if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask[:, :, :, : key.shape[-2]], -torch.inf)
+        scores = scores.masked_fill(~attention_mask[:, :, :, : scores.shape[-1]], -torch.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    attended = weights.to(value.dtype) @ value
+    weights = weights.to(value.dtype)
+    own = key.shape[-2]
+    attended = weights[..., -own:] @ value
+    if shared is not None:
+        attended = attended + shared.attended(module, weights[..., :-own])
     return attended.view(rows, heads, 1, -1).transpose(1, 2), None
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
-from transformers.cache_utils import Cache
 
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation import Completions, GenerationRequest, new_token_limit
 from agilerl.llm.generation.decode import BatchCompletions, DecodingLoop, PromptBatch
-from agilerl.llm.generation.kv_cache import CACHE_BLOCK
+from agilerl.llm.generation.kv_cache import CACHE_BLOCK, GrowingCache
 from agilerl.llm.generation.prefix_cache import PrefixCache
 from agilerl.llm.generation.random_numbers import BLOCK, Uniforms
 
@@ -97,7 +96,7 @@ class RequestBatch:
         }
         continuing = [i for i, prompt in enumerate(self.rows) if cached[prompt] is not None]
         new = [i for i, prompt in enumerate(self.rows) if cached[prompt] is None]
-        batches: list[tuple[list[int], Cache | None]] = []
+        batches: list[tuple[list[int], GrowingCache | None]] = []
         if continuing:
             prompts = self._distinct(continuing)
             prefixes = [row for prompt in prompts if (row := cached[prompt]) is not None]

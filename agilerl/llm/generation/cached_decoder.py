@@ -22,6 +22,7 @@ class CachedDecoder:
         left_padding: Whether rows may have different lengths; False: no mask and no positions are
             passed, for models that have no use for them.
         single_query: Whether single tokens may attend by :func:`single_query_attention`.
+        shared_prefix: Whether they may against a :class:`SharedPrefixCache`.
         row_adapters: Where rows run with different adapters: which with which.
     """
 
@@ -31,10 +32,11 @@ class CachedDecoder:
         *,
         left_padding: bool,
         single_query: bool,
+        shared_prefix: bool = False,
         row_adapters: RowAdapters | None = None,
     ) -> None:
         self.decoder, self.left_padding, self.single_query = decoder, left_padding, single_query
-        self.row_adapters = row_adapters
+        self.shared_prefix, self.row_adapters = shared_prefix, row_adapters
 
     def assign(self, adapters: torch.Tensor) -> None:
         """Choose the adapter of each row of the next forwards: ``(N,)`` long, where they differ."""
@@ -56,7 +58,7 @@ class CachedDecoder:
         if self.left_padding:
             kwargs = {"attention_mask": mask.long(), "position_ids": positions}
         single = self.single_query and ids.shape[1] == 1
-        with single_query_attention(self.decoder) if single else contextlib.nullcontext():
+        with single_query_attention(self.decoder, cache) if single else contextlib.nullcontext():
             output = self.decoder(input_ids=ids, past_key_values=cache, use_cache=True, **kwargs)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden

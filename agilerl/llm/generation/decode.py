@@ -1,7 +1,8 @@
 """The decoding loop: a batch of prompts in, one completion per row out.
 
-Each distinct prompt is run once and its cache expanded over its rows; rows that have finished leave
-the batch; cache and output grow in blocks with what is generated.
+Each distinct prompt is run once, and its rows share its keys and values or, where the model or a
+session does not allow it, get copies. Rows that have finished leave the batch; cache and output
+grow in blocks with what is generated.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
-from transformers.cache_utils import Cache
 
 from agilerl.llm.causal_lm import LogitHead
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation.cached_decoder import CachedDecoder, LeftPadded
-from agilerl.llm.generation.kv_cache import LayerTensors, growing_cache, layers_of
+from agilerl.llm.generation.kv_cache import CACHE_BLOCK, GrowingCache, LayerTensors
 from agilerl.llm.generation.random_numbers import BLOCK
 from agilerl.llm.generation.sampling import next_tokens, penalise, scaled_logps
+from agilerl.llm.generation.shared_prefix import SharedPrefixCache
 from agilerl.llm.generation.stop_sequences import StopSequenceMatcher
 
 # Finished rows leave once they are this share of the batch; moving the cache for each one would
@@ -121,7 +122,7 @@ class DecodingLoop:
         self.eos = torch.tensor(sampling.eos_token_ids, device=device)
 
     def run(
-        self, batch: PromptBatch, cache: Cache | None = None, *, keep_cache: bool = False
+        self, batch: PromptBatch, cache: GrowingCache | None = None, *, keep_cache: bool = False
     ) -> BatchCompletions:
         """Complete one batch.
 
@@ -134,8 +135,7 @@ class DecodingLoop:
             RuntimeError: If the model's logits are not finite.
         """
         longest = max(batch.limits)
-        cache = growing_cache(longest) if cache is None else cache
-        rows, logits = self._prefill(batch, cache)
+        rows, logits, cache = self._prefill(batch, cache, keep_cache)
         output = _Output(len(batch.limits), longest, self.sampling, self.device)
         stops = self._stop_sequences(batch)
         cached: list[CachedRows] = []
@@ -175,9 +175,16 @@ class DecodingLoop:
             self.tokenizer, settings.stop_sequences, prompts, settings.min_new_tokens
         )
 
-    def _prefill(self, batch: PromptBatch, cache: Cache) -> tuple[_Rows, torch.Tensor]:
-        """Run what ``cache`` lacks of each prompt; expand it and the first logits over the rows."""
-        count = len(batch.prompts)
+    def _prefill(
+        self, batch: PromptBatch, cache: GrowingCache | None, keep_cache: bool
+    ) -> tuple[_Rows, torch.Tensor, GrowingCache]:
+        """Run what ``cache`` lacks of each prompt; the rows, their logits ``(N, V)`` and cache."""
+        count, room = len(batch.prompts), min(CACHE_BLOCK, max(batch.limits))
+        distinct = list(batch.prompt_index) == list(range(count))
+        # A session takes rows with all their columns, and gives them.
+        shares = self.model.shared_prefix and not (distinct or keep_cache or cache is not None)
+        if cache is None:
+            cache = GrowingCache(0 if shares else room)
         padded = LeftPadded.of(batch.prompts, self.sampling.pad_token_id, self.device)
         start = cache.get_seq_length()
         adapters = torch.tensor(batch.adapters, device=self.device)
@@ -187,9 +194,10 @@ class DecodingLoop:
         )
         logits = self.head.logits(hidden[:, -1])
         index = torch.tensor(batch.prompt_index, device=self.device)
-        if list(batch.prompt_index) != list(range(count)):
-            for layer in layers_of(cache):
-                layer.select(index)
+        if shares:
+            cache = SharedPrefixCache(cache, index, room)
+        elif not distinct:
+            cache.select(index)
         seen = None
         if self.sampling.repetition_penalty != 1.0:
             seen = torch.zeros(count, logits.shape[1], dtype=torch.bool, device=self.device)
@@ -206,9 +214,9 @@ class DecodingLoop:
             seen=seen,
         )
         self.model.assign(rows.adapters)
-        return rows, logits[index]
+        return rows, logits[index], cache
 
-    def _step(self, rows: _Rows, token: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def _step(self, rows: _Rows, token: torch.Tensor, cache: GrowingCache) -> torch.Tensor:
         """Feed one token per row and return the next logits ``(N, V)``."""
         if rows.seen is not None:
             rows.seen.scatter_(1, token[:, None], True)
@@ -272,21 +280,22 @@ def _end_stopped(rows: _Rows, token: torch.Tensor, step: int, stops: StopSequenc
     rows.unfinished[live] = ~torch.tensor(stopped, dtype=torch.bool, device=token.device)
 
 
-def _compact(rows: _Rows, token: torch.Tensor, cache: Cache) -> tuple[_Rows, torch.Tensor]:
+def _compact(rows: _Rows, token: torch.Tensor, cache: GrowingCache) -> tuple[_Rows, torch.Tensor]:
     """Rows, their last tokens and their cache without the finished ones."""
     live = rows.unfinished.nonzero().squeeze(1)
-    for layer in layers_of(cache):
-        layer.select(live)
+    cache.select(live)
     return rows.select(live), token[live]
 
 
-def _finished(rows: _Rows, cache: Cache) -> CachedRows:
+def _finished(rows: _Rows, cache: GrowingCache) -> CachedRows:
     """Copies of the finished rows, which are about to leave."""
     done = (~rows.unfinished).nonzero().squeeze(1)
-    return CachedRows(rows.ids[done].tolist(), [layer.copy_of(done) for layer in layers_of(cache)])
+    return CachedRows(
+        rows.ids[done].tolist(), [layer.copy_of(done) for layer in cache.growing_layers]
+    )
 
 
-def _remaining(rows: _Rows, cache: Cache) -> CachedRows:
+def _remaining(rows: _Rows, cache: GrowingCache) -> CachedRows:
     """All rows still in the batch: its buffers, not copied."""
-    buffers = [(layer.key_buffer, layer.value_buffer) for layer in layers_of(cache)]
+    buffers = [(layer.key_buffer, layer.value_buffer) for layer in cache.growing_layers]
     return CachedRows(rows.ids.tolist(), buffers)

@@ -1,7 +1,7 @@
 """Batched generation on the training model itself.
 
-Prompts are sorted by length and completed a chunk at a time; equal prompts of a chunk are run once.
-The uniform numbers behind the draws are laid out by row and position, so a completion depends
+Prompts are sorted by length and completed a chunk at a time; equal prompts of a chunk are run once,
+and their keys and values are kept once. The uniform numbers behind the draws are laid out by row and position, so a completion depends
 neither on the chunk size nor on the rows it shares a batch with (beyond rounding).
 
 In a session the keys and values of the rows generated last are kept, and of a prompt that continues
@@ -143,6 +143,7 @@ class HFGenerator:
             policy.base.decoder,
             left_padding=sampling.left_padding,
             single_query=support.single_query,
+            shared_prefix=support.shared_prefix,
             row_adapters=row_adapters,
         )
         loop = DecodingLoop(

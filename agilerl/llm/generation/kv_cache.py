@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -55,7 +56,7 @@ class GrowingLayer(DynamicLayer):
         self.key_buffer[:, :, self.length : end] = key_states
         self.value_buffer[:, :, self.length : end] = value_states
         self.length = end
-        return self.key_buffer[:, :, :end], self.value_buffer[:, :, :end]
+        return self.columns_in_use()
 
     def _grown(self, buffer: torch.Tensor, end: int) -> torch.Tensor:
         grown = empty_buffer(buffer, len(buffer), end + self.room)
@@ -72,12 +73,14 @@ class GrowingLayer(DynamicLayer):
             self.key_buffer.index_select(0, rows), self.value_buffer.index_select(0, rows)
         )
 
+    def columns_in_use(self) -> LayerTensors:
+        """Keys and values of all rows, as views of the buffers."""
+        return self.key_buffer[:, :, : self.length], self.value_buffer[:, :, : self.length]
+
     def copy_of(self, rows: torch.Tensor) -> LayerTensors:
         """Copies of the keys and values of some rows, columns in use only."""
-        return (
-            self.key_buffer[:, :, : self.length].index_select(0, rows),
-            self.value_buffer[:, :, : self.length].index_select(0, rows),
-        )
+        keys, values = self.columns_in_use()
+        return keys.index_select(0, rows), values.index_select(0, rows)
 
 
 def empty_buffer(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -85,11 +88,26 @@ def empty_buffer(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return like.new_empty(rows, like.shape[1], columns, like.shape[3])
 
 
-def growing_cache(room: int) -> Cache:
-    """An empty cache of growing layers, for ``room`` columns or more to come."""
-    return Cache(layer_class_to_replicate=cast(Any, partial(GrowingLayer, min(CACHE_BLOCK, room))))
+class GrowingCache(Cache):
+    """Keys and values of all layers of a model.
 
+    Args:
+        room: Columns by which the layers grow.
+        layers: Those with columns in use; None: it begins empty.
+    """
 
-def layers_of(cache: Cache) -> list[GrowingLayer]:
-    """The layers of such a cache."""
-    return cast("list[GrowingLayer]", cache.layers)
+    def __init__(self, room: int, layers: Sequence[GrowingLayer] | None = None) -> None:
+        if layers is None:
+            super().__init__(layer_class_to_replicate=cast(Any, partial(GrowingLayer, room)))
+        else:
+            super().__init__(layers=[*layers])
+
+    @property
+    def growing_layers(self) -> list[GrowingLayer]:
+        """Its layers."""
+        return cast("list[GrowingLayer]", self.layers)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Replace the rows by these (a long index, repetitions allowed)."""
+        for layer in self.growing_layers:
+            layer.select(rows)

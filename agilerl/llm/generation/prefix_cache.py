@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from transformers.cache_utils import Cache
 
-from agilerl.llm.generation.kv_cache import GrowingLayer, LayerTensors, empty_buffer
+from agilerl.llm.generation.kv_cache import GrowingCache, GrowingLayer, LayerTensors, empty_buffer
 
 
 class CachedRow(NamedTuple):
@@ -83,7 +82,7 @@ class PrefixCache:
             row = self._prefix_of[row]
         return None if row is None else self._rows[row]
 
-    def take(self, rows: Sequence[CachedRow], lengths: Sequence[int], room: int) -> Cache:
+    def take(self, rows: Sequence[CachedRow], lengths: Sequence[int], room: int) -> GrowingCache:
         """Build the cache that prompts of these ``lengths`` continue, and clear this one.
 
         Prompts are right-aligned in ``max(lengths)`` columns. The last of these, as many as the
@@ -113,7 +112,7 @@ class PrefixCache:
             for block in self._blocks:
                 block[number] = None
         self.clear()
-        return Cache(layers=layers)
+        return GrowingCache(room, layers)
 
     def clear(self) -> None:
         """Drop all rows."""

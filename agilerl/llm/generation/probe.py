@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 
 from agilerl.llm.causal_lm import equal_up_to_rounding, short_windows
 from agilerl.llm.generation.cached_decoder import CachedDecoder, LeftPadded
-from agilerl.llm.generation.kv_cache import growing_cache
+from agilerl.llm.generation.kv_cache import GrowingCache
+from agilerl.llm.generation.shared_prefix import SharedPrefixCache
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase
 
@@ -34,6 +36,8 @@ class DecodingSupport:
     """Rows of different lengths may share a batch."""
     single_query: bool
     """:func:`agilerl.llm.generation.attention.single_query_attention` may replace its attention."""
+    shared_prefix: bool = False
+    """Rows may share a prompt's keys and values."""
 
 
 # Fastest first.
@@ -61,6 +65,8 @@ def decoding_support(policy: Policy) -> DecodingSupport:
         with policy.as_role(None):
             support = _known[policy.base] = _probe(policy.base)
         name = type(policy.base.model).__name__
+        if support.left_padding and support.single_query and not support.shared_prefix:
+            logger.info("completions of one prompt get copies of its keys and values on %s", name)
         if not support.single_query:
             logger.info(
                 "single-query attention is off for %s: it cannot replace the model's own", name
@@ -91,7 +97,7 @@ def _probe(base: SharedBase) -> DecodingSupport:
             except Exception as raised:  # noqa: BLE001 - of an unknown architecture; the next choice may do
                 error = raised
             if _on_all_ranks(base, exact):
-                return choice
+                return replace(choice, shared_prefix=_shares_prefixes(base, rows, expected, choice))
     raise ValueError(
         f"{type(base.model).__name__} cannot be continued from keys and values alone (linear "
         "attention, Mamba and other recurrent layers are not supported); use a model with "
@@ -119,6 +125,45 @@ def _states_of_whole_rows(
     return hidden[torch.arange(len(rows), device=device)[:, None], last]
 
 
+def _shares_prefixes(
+    base: SharedBase,
+    rows: Sequence[torch.Tensor],
+    expected: torch.Tensor,
+    choice: DecodingSupport,
+) -> bool:
+    """Whether rows that share a prompt's keys and values have the hidden states of whole rows."""
+    if not choice.left_padding or not choice.single_query:
+        return False
+    exact = False
+    with contextlib.suppress(Exception):  # of an unknown architecture; copies will do
+        exact = _agree(_shared_states(base.decoder, rows, base.device), expected)
+    return _on_all_ranks(base, exact)
+
+
+def _shared_states(
+    decoder: nn.Module, rows: Sequence[torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """As :func:`_decoded_states`, one by one, with two rows of each prompt, of which some leave."""
+    model = CachedDecoder(decoder, left_padding=True, single_query=True, shared_prefix=True)
+    ids, mask, positions = LeftPadded.of(rows, 0, device)
+    width, prompts = ids.shape[1] - _DECODED, len(rows)
+    prompt_cache = GrowingCache(0)
+    hidden = model.hidden(ids[:, :width], mask[:, :width], positions[:, :width], prompt_cache)
+    index = torch.arange(prompts, device=device).repeat(2)
+    cache, states = SharedPrefixCache(prompt_cache, index, 1), [hidden[:, -1:]]
+    for column in range(width, ids.shape[1]):
+        if column == width + 1:
+            kept = torch.arange(prompts - 1, 2 * prompts, device=device)
+            index = index[kept]
+            cache.select(kept)
+        one = slice(column, column + 1)
+        hidden = model.hidden(
+            ids[index, one], mask[index, : column + 1], positions[index, one], cache
+        )
+        states.append(hidden[-prompts:])
+    return torch.cat(states, dim=1)
+
+
 def _decoded_states(
     decoder: nn.Module, rows: Sequence[torch.Tensor], device: torch.device, choice: DecodingSupport
 ) -> torch.Tensor:
@@ -134,7 +179,7 @@ def _decode(
     model: CachedDecoder, rows: Sequence[torch.Tensor], device: torch.device
 ) -> torch.Tensor:
     ids, mask, positions = LeftPadded.of(rows, 0, device)
-    cache, states, start = growing_cache(_DECODED), [], 0
+    cache, states, start = GrowingCache(_DECODED), [], 0
     for end in (ids.shape[1] - _DECODED + step for step in (0, 1, 2, _DECODED)):
         columns = slice(start, end)
         hidden = model.hidden(ids[:, columns], mask[:, :end], positions[:, columns], cache)

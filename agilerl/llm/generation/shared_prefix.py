@@ -1,0 +1,128 @@
+"""Keys and values of rows that share prompts: those of a prompt are kept once, not once per row.
+
+A decoding step attends to them with the queries of all rows of the prompt in one product, so that
+they are read once as well.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from agilerl.llm.generation.kv_cache import GrowingCache, GrowingLayer, LayerTensors, empty_buffer
+
+# Prompts whose rows have all left are dropped once at most this share of them is needed.
+_NEEDED_SHARE = 0.5
+
+
+class PromptGroups:
+    """Which rows continue which prompt.
+
+    Args:
+        prompt_of_row: ``(N,)`` long.
+        prompts: Number of prompts, P.
+    """
+
+    def __init__(self, prompt_of_row: torch.Tensor, prompts: int) -> None:
+        self.prompt_of_row, self.prompts = prompt_of_row, prompts
+        sizes = torch.bincount(prompt_of_row, minlength=prompts)
+        self.size = int(sizes.max())
+        """Rows of the prompt that has most, G."""
+        order = prompt_of_row.argsort(stable=True)
+        first = (sizes.cumsum(0) - sizes)[prompt_of_row[order]]
+        rows = torch.arange(len(order), device=order.device)
+        # Of the P·G places that groups of the same size would have, the one of each row.
+        place = torch.empty_like(order)
+        place[order] = prompt_of_row[order] * self.size + rows - first
+        self._place: torch.Tensor | None = place
+        self._row = order.new_zeros(prompts * self.size)
+        self._row[place] = rows
+        if len(rows) == len(self._row) and bool((place == rows).all()):
+            self._place = None
+
+    def grouped(self, rows: torch.Tensor) -> torch.Tensor:
+        """``(N, heads, r, d)`` of the rows as ``(P, heads, G·r, d)``; what is over is arbitrary."""
+        rows = rows if self._place is None else rows[self._row]
+        _, heads, queries, size = rows.shape
+        grouped = rows.view(self.prompts, self.size, heads, queries, size).transpose(1, 2)
+        return grouped.reshape(self.prompts, heads, self.size * queries, size)
+
+    def ungrouped(self, grouped: torch.Tensor, queries: int) -> torch.Tensor:
+        """The reverse of :meth:`grouped`, with ``r`` queries per row."""
+        _, heads, _, size = grouped.shape
+        rows = grouped.view(self.prompts, heads, self.size, queries, size).transpose(1, 2)
+        rows = rows.reshape(-1, heads, queries, size)
+        return rows if self._place is None else rows[self._place]
+
+
+class SharedPrefixLayer(GrowingLayer):
+    """Keys and values of one layer: of the prompts, and of the rows what comes after them.
+
+    Args:
+        room: See :class:`GrowingLayer`.
+        prompts: Keys and values ``(P, heads, columns, head size)`` of the prompts.
+        rows: N.
+    """
+
+    def __init__(self, room: int, prompts: LayerTensors, rows: int) -> None:
+        keys, values = (empty_buffer(tensor, rows, room) for tensor in prompts)
+        super().__init__(room, (keys, values))
+        self.prompt_keys, self.prompt_values = prompts
+
+    def get_seq_length(self) -> int:
+        """Columns in use, those of the prompts included."""
+        return self.prompt_keys.shape[-2] + self.length
+
+
+class SharedPrefixCache(GrowingCache):
+    """The cache of rows that share prompts; what ``update`` returns are the rows' own columns.
+
+    For single queries within :func:`agilerl.llm.generation.attention.single_query_attention`.
+
+    Args:
+        cache: Of the prompts, which takes over its tensors.
+        prompt_of_row: ``(N,)`` long.
+        room: Columns by which the rows' own grow.
+    """
+
+    def __init__(self, cache: GrowingCache, prompt_of_row: torch.Tensor, room: int) -> None:
+        prompts = [layer.columns_in_use() for layer in cache.growing_layers]
+        self.groups = PromptGroups(prompt_of_row, len(prompts[0][0]))
+        rows = len(prompt_of_row)
+        super().__init__(room, [SharedPrefixLayer(room, pair, rows) for pair in prompts])
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep these rows only."""
+        prompt_of_row, prompts = self.groups.prompt_of_row[rows], self.groups.prompts
+        needed = prompt_of_row.unique()
+        layers = self.shared_layers
+        if len(needed) <= _NEEDED_SHARE * prompts:
+            for layer in layers:
+                layer.prompt_keys = layer.prompt_keys.index_select(0, needed)
+                layer.prompt_values = layer.prompt_values.index_select(0, needed)
+            prompt_of_row, prompts = torch.searchsorted(needed, prompt_of_row), len(needed)
+        self.groups = PromptGroups(prompt_of_row, prompts)
+        super().select(rows)
+
+    @property
+    def shared_layers(self) -> list[SharedPrefixLayer]:
+        """Its layers."""
+        return cast("list[SharedPrefixLayer]", self.layers)
+
+    def scores(self, module: nn.Module, queries: torch.Tensor) -> torch.Tensor:
+        """Products of queries ``(N, heads, r, d)`` with the prompts' keys, ``(N, heads, r, L)``.
+
+        ``module`` is the attention of a layer.
+        """
+        products = self.groups.grouped(queries) @ self._of(module).prompt_keys.transpose(-1, -2)
+        return self.groups.ungrouped(products, queries.shape[2])
+
+    def attended(self, module: nn.Module, weights: torch.Tensor) -> torch.Tensor:
+        """The prompts' values weighed by ``(N, heads, r, L)``, as ``(N, heads, r, d)``."""
+        values = self.groups.grouped(weights) @ self._of(module).prompt_values
+        return self.groups.ungrouped(values, weights.shape[2])
+
+    def _of(self, module: nn.Module) -> SharedPrefixLayer:
+        return self.shared_layers[cast(int, module.layer_idx)]
