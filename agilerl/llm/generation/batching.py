@@ -135,8 +135,8 @@ class RequestBatch:
             )
 
     def _distinct(self, chunk: Sequence[int]) -> list[int]:
-        """The prompts behind some rows, each once, those of one request together."""
-        return sorted({self.rows[i] for i in chunk})
+        """The prompts behind some rows, each once, in the order of the rows."""
+        return list(dict.fromkeys(self.rows[i] for i in chunk))
 
     def _batch(self, chunk: Sequence[int]) -> PromptBatch:
         distinct = self._distinct(chunk)

@@ -1,8 +1,9 @@
 """Batched generation on the training model itself.
 
 Prompts are sorted by length and completed a chunk at a time; equal prompts of a chunk are run once,
-and their keys and values are kept once. The uniform numbers behind the draws are laid out by row and position, so a completion depends
-neither on the chunk size nor on the rows it shares a batch with (beyond rounding).
+and their keys and values are kept once. The uniform numbers behind the draws are laid out by row
+and position, so a completion depends neither on the chunk size nor on the rows it shares a batch
+with (beyond rounding).
 
 In a session the keys and values of the rows generated last are kept, and of a prompt that continues
 one only the new tokens are run.
