@@ -170,9 +170,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             that completes a text is the completion's last. Only generated text is searched, with
             special tokens as their text, from token ``min_output_tokens + 1`` on. The model's
             tokenizer must lie beside it (see ``model_name``). None: only the end of sequence.
-        mask_truncated_completions: Leave completions that were cut off by their length, and
-            truncated episodes, out of the loss and its normalisers; their rewards still count in
-            their groups' means and stds.
+        mask_truncated_completions: Mask completions that were cut off by their length, and
+            truncated episodes: their tokens add nothing to the loss, but still count in what it is
+            divided by, and their rewards in their groups' means and stds.
         optimizer: ``"adamw"``; ``"adamw_8bit"``, whose moments take a quarter of the memory and
             which needs bitsandbytes; or a function ``(parameter_groups, lr) ->
             torch.optim.Optimizer``, such as ``torch.optim.SGD``. With ZeRO only AdamW. The
@@ -360,14 +360,21 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         kept = check_sample_mask(sample_mask, trajectories, self.group_size).to(batch.device)
         returns = shape_rewards(rewards, trajectories, self.group_size, kept).to(batch.device)
         credit = self.advantage_config(), batch.turn_ids, batch.trajectory_ids
-        advantages, loss_mask = compute_advantages(returns, batch.action_mask, *credit, ranks, kept)
+        cut_off = self._masked(truncated, trajectories).to(batch.device)
+        advantages, counted = compute_advantages(
+            returns, batch.action_mask, *credit, ranks, kept, cut_off
+        )
         turns = credited_turns(returns, batch.action_mask, *credit)
         equal_groups = zero_variance_groups(returns, self.group_size, kept, turns)
-        batch = replace(batch, advantages=advantages, loss_mask=loss_mask)
-        cut_off = self._masked(truncated, trajectories).to(batch.device)
+        batch = replace(
+            batch,
+            advantages=advantages,
+            loss_mask=counted & ~cut_off[batch.trajectory_of_row][:, None],
+            denominator_mask=counted,
+        )
         if self.importance_anchor == "sampler":
-            require_sampling_logps(batch, kept & ~cut_off, ranks)
-        batch, generated = batch.of_trajectories(kept & ~cut_off), batch.of_trajectories(kept)
+            require_sampling_logps(batch, ranks)
+        batch = batch.of_trajectories(kept)
 
         self.engine.set_lr(list(self.learning_rates().values()))
         self.engine.set_adamw(self.optimizer_settings())
@@ -383,7 +390,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             self.skipped_steps,
         )
         self.engine.advance_schedule()
-        measured = batch_metrics(batch, generated, equal_groups, ranks)
+        measured = batch_metrics(batch, equal_groups, ranks)
         return {**metrics.result(), **measured, "lr": lr}
 
     def sampling_config(self, training: bool = True) -> SamplingConfig:
@@ -397,7 +404,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         return replace(super().sampling_config(training), return_logps=training and wanted)
 
     def _masked(self, truncated: Any, trajectories: int) -> torch.Tensor:
-        """``(N,)`` bool: the trajectories that ``mask_truncated_completions`` leaves out."""
+        """``(N,)`` bool: the trajectories that ``mask_truncated_completions`` masks."""
         if not self.mask_truncated_completions:
             return torch.zeros(trajectories, dtype=torch.bool)
         return check_truncated(truncated, trajectories, self.group_size)

@@ -217,6 +217,7 @@ def compute_advantages(
     trajectory_ids: torch.Tensor | None = None,
     ranks: Ranks | None = None,
     kept: torch.Tensor | None = None,
+    masked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn the rewards of a batch into per-token advantages.
 
@@ -240,11 +241,14 @@ def compute_advantages(
         kept: ``(N,)`` bool: the trajectories that count, all if None. Others are in no mean and no
             std, and are not trained. A group with fewer than two left has the advantage 0, and is
             not whitened.
+        masked: ``(N,)`` bool: the trajectories that count, but are masked out of the loss; none if
+            None. Their rewards are in the means and stds, their tokens are not whitened.
 
     Returns:
-        ``(B, S)`` advantages, float32 (float64 for float64 rewards), 0 where they are not trained;
-        and the ``(B, S)`` bool mask of the actions that are: of the trajectories that count all, or
-        those that are not filtered.
+        ``(B, S)`` advantages, float32 (float64 for float64 rewards), 0 where they do not count or
+        are filtered; and the ``(B, S)`` bool mask of the actions that count: of the trajectories
+        that do all, or those that are not filtered. Of masked trajectories they count too, in what
+        the means of the loss divide by.
 
     Raises:
         ValueError: If the batch does not consist of whole groups, or a turn has no reward.
@@ -288,8 +292,11 @@ def compute_advantages(
         loss_mask = loss_mask & (advantages.abs() > config.filter_eps)
     advantages = torch.where(loss_mask, advantages, 0.0)
     if config.whiten:
-        compared = has_baseline(kept, config.group_size)[trajectory_ids][:, None]
-        advantages = _whiten(advantages, loss_mask & compared, ranks or Ranks())
+        compared = has_baseline(kept, config.group_size)
+        trained = compared if masked is None else compared & ~masked
+        advantages = _whiten(
+            advantages, loss_mask & trained[trajectory_ids][:, None], ranks or Ranks()
+        )
     if config.clip_range is not None:
         advantages = advantages.clamp(-config.clip_range, config.clip_range)
     return advantages, loss_mask

@@ -41,6 +41,9 @@ class TrainBatch:
     """``(B,)`` long: rows with equal values have the same prompt."""
     loss_mask: torch.Tensor
     """``(B, S)`` bool: actions that are trained; all of them, until some are filtered."""
+    denominator_mask: torch.Tensor | None = None
+    """``(B, S)`` bool: actions that the means over tokens and sequences divide by, those of
+    ``loss_mask`` and of trajectories that are masked out of the loss; None: ``loss_mask``."""
     turn_ids: torch.Tensor | None = None
     """``(B, S)`` long, -1 where no action; None in single-turn batches."""
     trajectory_ids: torch.Tensor | None = None
@@ -50,8 +53,8 @@ class TrainBatch:
     advantages: torch.Tensor | None = None
     """``(B, S)``, 0 outside ``loss_mask``."""
     sequence_weights: torch.Tensor | None = None
-    """``(B,)`` float64: by how much a row counts as a sequence, its share of the trained tokens of
-    its trajectory, or for the ``"prompt"`` reduction of its group; None: 1."""
+    """``(B,)`` float64: by how much a row counts as a sequence, its share of the tokens of its
+    trajectory, or for the ``"prompt"`` reduction of its group; None: 1."""
     sampling_logp: torch.Tensor | None = None
     """``(B, S)`` log-probs as the sampler reported them."""
     has_sampling_logp: torch.Tensor | None = None
@@ -86,6 +89,11 @@ class TrainBatch:
         return self.trajectory_ids
 
     @property
+    def counted(self) -> torch.Tensor:
+        """``(B, S)`` bool: ``denominator_mask``, or ``loss_mask`` where there is none."""
+        return self.loss_mask if self.denominator_mask is None else self.denominator_mask
+
+    @property
     def shortest_row(self) -> torch.Tensor:
         """``(1,)`` long index of it: what dummy forwards run."""
         return self.lengths.argmin()[None]
@@ -114,7 +122,7 @@ class TrainBatch:
         batch = self.select(rows if len(rows) else self.shortest_row)
         if not len(rows):
             nothing = torch.zeros_like(batch.action_mask)
-            batch = replace(batch, action_mask=nothing, loss_mask=nothing)
+            batch = replace(batch, action_mask=nothing, loss_mask=nothing, denominator_mask=None)
         trajectories, groups = batch.trajectory_ids, batch.group_ids
         return replace(
             batch,

@@ -83,22 +83,22 @@ class UpdateMetrics:
 
 
 def batch_metrics(
-    batch: TrainBatch, generated: TrainBatch, zero_variance_groups: int, ranks: Ranks
+    batch: TrainBatch, zero_variance_groups: int, ranks: Ranks
 ) -> Mapping[str, float]:
     """What is known of all ranks' batches without a forward; lengths in generated tokens.
 
     It is over the rows with an action; if no rank has any to train, a warning says so.
 
     Args:
-        batch: The rows that are trained.
-        generated: Those and the truncated ones that are masked.
+        batch: The rows that count.
         zero_variance_groups: Of this rank.
         ranks: The processes.
     """
     assert batch.advantages is not None
     count, mean, std = mean_and_std(batch.advantages[batch.loss_mask], ranks)
-    tokens, rows = generated.action_mask.sum(), generated.action_mask.any(1).sum()
-    trained = batch.action_mask.any(1).sum()
+    tokens, rows = batch.action_mask.sum(), batch.action_mask.any(1).sum()
+    masked = batch.counted & ~batch.loss_mask
+    trained = (batch.action_mask & ~masked).any(1).sum()
     own = [float(number) for number in (tokens, rows, trained, zero_variance_groups)]
     tokens, rows, trained, equal_groups = ranks.sum(torch.tensor(own).double()).tolist()
     if not trained and ranks.rank == 0:

@@ -24,13 +24,13 @@ class MiniBatch:
     """This rank's share of one optimizer step.
 
     ``micro_batches [[4, 6], [7]], counts [20, 6]``: three rows here have a gradient; with those of
-    the other rank and those without a gradient, six rows have twenty trained tokens.
+    the other rank and those without a gradient, six rows have twenty tokens.
     """
 
     micro_batches: list[torch.Tensor]
     """Long indices of the rows with a gradient; none where only other ranks have some."""
     counts: torch.Tensor
-    """``(2,)`` trained tokens and sequences over all ranks: what means divide by."""
+    """``(2,)`` tokens and sequences over all ranks: what means divide by."""
     has_gradient: bool
     """Whether any rank has a row with a gradient; if not, no rank steps."""
     dummy_micro_batches: int
@@ -109,7 +109,7 @@ def split_into_micro_batches(
 
 def _counts(batch: TrainBatch, rows: torch.Tensor) -> torch.Tensor:
     weights = None if batch.sequence_weights is None else batch.sequence_weights[rows]
-    return reduction_counts(batch.loss_mask[rows], weights)
+    return reduction_counts(batch.counted[rows], weights)
 
 
 def _mini_batch_rows(batch: TrainBatch, steps: int, rng: torch.Generator) -> list[torch.Tensor]:

@@ -130,11 +130,11 @@ def run_update(
 
 
 def _sequence_weights(batch: TrainBatch, reduction: Reduction) -> torch.Tensor | None:
-    """``(B,)`` share of its trajectory's (group's) trained tokens in each row; None: 1 each."""
+    """``(B,)`` share of its trajectory's (group's) tokens in each row; None: 1 each."""
     unit = batch.group_ids if reduction == "prompt" else batch.trajectory_ids
     if unit is None:
         return None
-    tokens = batch.loss_mask.sum(1).double()
+    tokens = batch.counted.sum(1).double()
     total = torch.zeros_like(tokens).index_add(0, unit, tokens)
     return tokens / total[unit].clamp(min=1)
 

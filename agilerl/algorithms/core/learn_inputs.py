@@ -126,12 +126,11 @@ def check_trajectory_ids(trajectory_ids: Any, rows: int) -> torch.Tensor:
     return ids.long()
 
 
-def require_sampling_logps(batch: TrainBatch, counts: torch.Tensor, ranks: Ranks) -> None:
+def require_sampling_logps(batch: TrainBatch, ranks: Ranks) -> None:
     """Refuse, on all ranks together, a batch with rows to train that the sampler said nothing of.
 
     Args:
-        batch: All rows.
-        counts: ``(N,)`` bool, the trajectories that are trained.
+        batch: All rows; those with a ``loss_mask`` are trained.
         ranks: The processes that train.
 
     Raises:
@@ -139,7 +138,7 @@ def require_sampling_logps(batch: TrainBatch, counts: torch.Tensor, ranks: Ranks
     """
 
     def refuse() -> None:
-        missing = batch.loss_mask.any(1) & counts[batch.trajectory_of_row]
+        missing = batch.loss_mask.any(1)
         if batch.has_sampling_logp is not None:
             missing = missing & ~batch.has_sampling_logp
         require(

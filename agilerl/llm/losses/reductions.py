@@ -14,10 +14,10 @@ from agilerl.llm.config import Reduction
 def reduction_counts(
     mask: torch.Tensor, sequence_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Trained tokens and sequences of a mini-batch, ``(2,)`` float64: what its means divide by.
+    """Tokens and sequences of a mini-batch, ``(2,)`` float64: what its means divide by.
 
     Args:
-        mask: ``(B, S)`` bool.
+        mask: ``(B, S)`` bool, the tokens that count; masked out of the loss or not.
         sequence_weights: As in :func:`reduction_weights`.
     """
     return torch.stack([mask.sum().double(), _row_weights(mask, sequence_weights).sum()])
@@ -41,7 +41,7 @@ def reduction_weights(
     the micro-batch size nor on padding.
 
     Args:
-        mask: ``(B, S)`` bool over the mini-batch.
+        mask: ``(B, S)`` bool over the mini-batch, the tokens that are trained.
         reduction: ``"sequence"`` mean over sequences of token means; ``"prompt"`` the same with the
             completions of a prompt as one sequence; ``"token"`` mean over tokens; ``"constant"``
             sum / (sequences × ``max_output_tokens``); ``"sum"``.
@@ -50,7 +50,7 @@ def reduction_weights(
             tokens of a trajectory that gave several rows, or for ``"prompt"`` of its prompt. None:
             1.
         counts: ``(2,)`` :func:`reduction_counts` of the whole mini-batch, where these rows are only
-            a rank's part of it; None: they are all of it.
+            a rank's part of it, or others count without being trained; None: they are all of it.
 
     Returns:
         ``(B, S)`` float64, 0 outside ``mask``.
