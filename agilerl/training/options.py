@@ -94,7 +94,7 @@ class TrainingOptions:
             turn), which teach nothing: ``"keep"``; ``"skip"`` leaves them out of ``learn``, also of
             its KL penalty and of what its means divide by; ``"resample"`` draws further batches
             until as many prompts as a batch has got different rewards, and learns from these.
-            Prompts that were drawn for it count as steps and in epochs.
+            What was drawn for it counts as steps and in epochs.
         max_resamples: Further batches that an iteration may draw; prompts without different rewards
             fill what is lacking after them.
         checkpoint_steps: Write ``<checkpoint_path>/iteration_<number>`` every ``checkpoint_steps``
