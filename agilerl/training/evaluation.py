@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from agilerl.training.interrupts import GracefulStop
     from agilerl.training.population import Member
     from agilerl.training.protocols import Agent, EvaluationPlan
+
+logger = logging.getLogger(__name__)
 
 _evaluations = count()
 
@@ -130,6 +133,8 @@ def evaluate_members(
             rewards, own = member.collector.evaluate(member.agent, plan)
             show(member.agent, own)
             answers = evaluated(rewards, own, ranks)
+            if plan.samples is not None and ranks.rank == 0:
+                _warn_of_incomplete_rows(answers, plan.samples)
             rows.append(
                 {
                     "evaluation_seconds": time.perf_counter() - started,
@@ -162,6 +167,10 @@ def evaluation_statistics(
 ) -> dict[str, float]:
     """Columns of an evaluation besides its fitness.
 
+    Those of several samples are over the rows that have all of them: with fewer answers a row has
+    no pass@k, and a mean over other rows for every k would not rise with k. Without such a row they
+    are nan.
+
     Args:
         answers: Of all ranks.
         accuracy_threshold: Answers with at least this reward are right.
@@ -182,25 +191,45 @@ def evaluation_statistics(
         "that the environment returned does not say: have it fill in rows",
     )
     right = right_answers(answers.rewards, accuracy_threshold).tolist()
-    of_rows: dict[int, list[int]] = {}
-    for number, row in enumerate(answers.rows):
-        of_rows.setdefault(row, []).append(number)
-    counts = [(len(of_row), sum(right[i] for i in of_row)) for of_row in of_rows.values()]
-    columns[f"avg@{samples}"] = sum(c / n for n, c in counts) / len(counts)
+    complete = [of_row for of_row in _answers_of_rows(answers) if len(of_row) >= samples]
+    counts = [(len(of_row), sum(right[i] for i in of_row)) for of_row in complete]
+    columns[f"avg@{samples}"] = _mean([c / n for n, c in counts])
     for k in sizes_of_pass(samples):
-        # Rows of which answers were dropped may have too few.
-        estimates = [pass_at_k(n, c, k) for n, c in counts if n >= k]
-        if estimates:
-            columns[f"pass@{k}"] = sum(estimates) / len(estimates)
+        columns[f"pass@{k}"] = _mean([pass_at_k(n, c, k) for n, c in counts])
     if answers.final_answers:
         votes = [
             majority_is_right(
                 [answers.final_answers[i] for i in of_row], [right[i] for i in of_row]
             )
-            for of_row in of_rows.values()
+            for of_row in complete
         ]
-        columns[f"maj@{samples}"] = sum(votes) / len(votes)
+        columns[f"maj@{samples}"] = _mean(votes)
     return columns
+
+
+def _answers_of_rows(answers: Evaluated) -> list[list[int]]:
+    """The places of the answers of each row; of a row that lost all of them nothing."""
+    of_rows: dict[int, list[int]] = {}
+    for number, row in enumerate(answers.rows):
+        of_rows.setdefault(row, []).append(number)
+    return list(of_rows.values())
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _warn_of_incomplete_rows(answers: Evaluated, samples: int) -> None:
+    rows = _answers_of_rows(answers)
+    lost = sum(len(of_row) < samples for of_row in rows)
+    if lost:
+        logger.warning(
+            "%d of %d rows of the evaluation have fewer than %d answers, as others were dropped: "
+            "they are left out of avg@%d, pass@k and maj@%d",
+            lost,
+            len(rows),
+            *[samples] * 3,
+        )
 
 
 def sizes_of_pass(samples: int) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import itertools
+import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,7 +101,7 @@ def test_majority(answers: list[str | None], right: list[bool], expected: bool) 
 
 
 def test_statistics_by_hand() -> None:
-    """Two samples of three rows: one of two right, both, none; the last row lost one."""
+    """Two samples of three rows: one of two right, both; the last row lost one."""
     answers = Evaluated(
         rewards=torch.tensor([1.0, 0.5, 1.0, 1.0, 0.0]),
         rows=[0, 0, 1, 1, 2],
@@ -111,13 +113,29 @@ def test_statistics_by_hand() -> None:
             "eval_accuracy": 3 / 5,
             "fitness/a": 0.75,
             "fitness/b": 2 / 3,
-            "avg@2": (1 / 2 + 1 + 0) / 3,
+            "avg@2": (1 / 2 + 1) / 2,
             "pass@2": (1 + 1) / 2,
-            "maj@2": 2 / 3,
+            "maj@2": 1.0,
         }
     )
     plain = evaluation_statistics(Evaluated(torch.tensor([0.5, 0.0])), 0.5, None)
     assert plain == {"eval_accuracy": 0.5}
+
+
+def test_rows_that_lost_answers_are_in_no_pass_at_k() -> None:
+    """Of hard rows more answers fail; were they in some pass@k only, a larger k could be worse."""
+    rows = [0] * 8 + [1] * 8 + [2] * 7
+    found = evaluation_statistics(
+        Evaluated(torch.tensor([1.0] + [0.0] * 15 + [1.0] * 7), rows), 1.0, 8
+    )
+    assert found["avg@8"] == pytest.approx(1 / 16)
+    passes = [found[f"pass@{k}"] for k in (2, 4, 8)]
+    assert passes == pytest.approx([1 / 8, 1 / 4, 1 / 2])
+    alone = evaluation_statistics(
+        Evaluated(torch.ones(7), [0] * 7, final_answers=["a"] * 7), 1.0, 8
+    )
+    for name in ("avg@8", "pass@2", "pass@4", "pass@8", "maj@8"):
+        assert math.isnan(alone[name])
 
 
 def test_named_sets_are_answered_one_after_the_other() -> None:
@@ -216,6 +234,32 @@ def test_a_sampled_evaluation(tmp_path: Path) -> None:
         assert 0 <= float(row["maj@4"]) <= float(row["pass@4"])
     # Hardly trained in between: what differs is what was sampled.
     assert len({row["fitness"] for row in table}) == len(table) == 4
+
+
+def test_rows_that_lost_answers_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = itertools.count()
+
+    def judge(completion: str) -> float:
+        if env._test_offset is not None and next(calls) % 16 == 0:
+            raise TimeoutError
+        return 1.0
+
+    env = ReasoningGym(
+        rows(["t0", "t1", "t2"]),
+        rows(SETS["hard"]),
+        TOKENIZER,
+        judge,
+        [{"role": "user", "content": "{question}"}],
+        data_batch_size_per_gpu=2,
+        on_failure="drop",
+    )
+    with caplog.at_level(logging.WARNING, "agilerl.training.evaluation"):
+        finetune(tmp_path, env, evaluation_samples=4, max_steps=2)
+    says = "of 5 rows of the evaluation have fewer than 4 answers"
+    assert sum(says in record.message for record in caplog.records) == 2
+    assert {float(row["pass@4"]) for row in metrics(tmp_path)} == {1.0}
 
 
 def test_sampled_with_the_temperature_of_training(tmp_path: Path) -> None:
