@@ -165,7 +165,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         entropy_coef: Weight of the entropy bonus.
         top_entropy_quantile: Share of the tokens of a mini-batch that are not trained, those with
             least entropy: 0.8 keeps a fifth (0.2 in TRL); None: all are trained. KL and entropy
-            bonus are of all tokens. Takes a forward over the first mini-batch more.
+            bonus are of all tokens. Takes a forward over the first mini-batch more, and over rows
+            without an advantage.
         stop_sequences: Texts that end a completion, such as ``["</answer>"]``, or one; the token
             that completes a text is the completion's last. Only generated text is searched, with
             special tokens as their text, from token ``min_output_tokens + 1`` on. The model's

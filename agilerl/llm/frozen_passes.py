@@ -43,9 +43,11 @@ def with_frozen_passes(
     later = [rows for mini in plan[1:] for rows in mini.micro_batches]
     if update.top_entropy_quantile is not None:
         entropy = torch.zeros(batch.action_mask.shape, device=batch.device)
+        # All tokens count in the quantile, also of rows that have no advantage.
+        every += [rows for mini in plan for rows in mini.without_gradient]
         logp = policy.frozen_logprobs(batch, update.role, forward, every, entropy_out=entropy)
         mask = torch.zeros_like(batch.loss_mask)
-        for rows in (mini.rows for mini in plan):
+        for rows in (mini.trained_rows for mini in plan):
             chosen = entropy[rows], batch.loss_mask[rows]
             mask[rows] = top_entropy_mask(*chosen, update.top_entropy_quantile, ranks)
         batch = replace(batch, top_entropy_mask=mask, old_logp=logp if update.needs_old else None)

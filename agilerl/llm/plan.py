@@ -35,6 +35,14 @@ class MiniBatch:
     """Whether any rank has a row with a gradient; if not, no rank steps."""
     dummy_micro_batches: int
     """Micro-batches of weight zero, so that ranks in lockstep run equally many."""
+    without_gradient: list[torch.Tensor]
+    """As ``micro_batches``, of the trained rows without a gradient; none unless their entropy
+    counts, for ``top_entropy_quantile``."""
+
+    @property
+    def trained_rows(self) -> torch.Tensor:
+        """``(n,)`` long: the rows of all micro-batches, and those without a gradient."""
+        return torch.cat([self.rows, *self.without_gradient])
 
     @property
     def rows(self) -> torch.Tensor:
@@ -74,16 +82,23 @@ def plan_mini_batches(
     own = torch.stack([_counts(batch, rows) for rows in shares])
     active_rows = torch.tensor([len(rows) for rows in with_gradient])
     totals = ranks.sum(torch.cat([own, active_rows[:, None].to(own)], dim=1))
-    micro_batches = [
-        split_into_micro_batches(batch, rows, update.micro_batch_size, share_prefixes)
-        for rows in with_gradient
-    ]
-    numbers = torch.tensor([len(split) for split in micro_batches])
+    # The quantile of entropy is over all trained tokens, whatever their advantages are.
+    idle = batch.loss_mask.any(1) & ~active
+    if update.top_entropy_quantile is None:
+        idle = torch.zeros_like(idle)
+
+    def split(of_steps: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        size = update.micro_batch_size
+        return [split_into_micro_batches(batch, rows, size, share_prefixes) for rows in of_steps]
+
+    micro_batches = split(with_gradient)
+    without_gradient = split([rows[idle[rows]] for rows in shares])
+    numbers = torch.tensor([len(each) for each in micro_batches])
     target = ranks.max(numbers) if lockstep else numbers
     return [
-        MiniBatch(split, total[:2], bool(total[2] > 0), extra)
-        for split, total, extra in zip(
-            micro_batches, totals, (target - numbers).tolist(), strict=True
+        MiniBatch(each, total[:2], bool(total[2] > 0), extra, others)
+        for each, total, extra, others in zip(
+            micro_batches, totals, (target - numbers).tolist(), without_gradient, strict=True
         )
     ]
 

@@ -156,11 +156,19 @@ def test_rows_without_advantage_are_run_for_their_entropy(policy: Policy) -> Non
 
 
 @pytest.mark.parametrize("batch_size", [MANY, 4])
-def test_only_tokens_with_most_entropy_are_trained(policy: Policy, batch_size: int) -> None:
-    """Those of each mini-batch, judged before the update: the same tokens in every epoch."""
+@pytest.mark.parametrize("beta", [0.0, 1e-12])
+def test_only_tokens_with_most_entropy_are_trained(
+    policy: Policy, batch_size: int, beta: float
+) -> None:
+    """Those of each mini-batch, judged before the update: the same tokens in every epoch.
+
+    Rows without an advantage count in the quantile, run for a KL penalty or not.
+    """
     batch = random_batch()
-    values, mask = random_values(batch), batch.action_mask
-    loss = objective("cispo", top_entropy_quantile=0.7, clip_band=(0.0, 100.0))
+    values, mask = random_values(batch).clone(), batch.action_mask
+    idle = torch.tensor([False, True, False, True, False, False, True, False])
+    values[idle] = 0.0
+    loss = objective("cispo", top_entropy_quantile=0.7, clip_band=(0.0, 100.0), beta=beta)
     run = Run(batch, values, lr=0.0, update=UpdateConfig(batch_size, 3, 2, 1e9))
     metrics, engine = run(policy, loss)
     made = policy.logprobs(batch, FORWARD)
@@ -171,7 +179,7 @@ def test_only_tokens_with_most_entropy_are_trained(policy: Policy, batch_size: i
     for rows in parts:
         threshold = torch.quantile(entropy[rows][mask[rows]], 0.7)
         chosen = mask[rows] & (entropy[rows] >= threshold)
-        kept += int(chosen.sum())
+        kept += int(chosen[~idle[rows] | (beta > 0)].sum())
         terms = policy_loss(
             logp[rows],
             values[rows],
@@ -183,7 +191,8 @@ def test_only_tokens_with_most_entropy_are_trained(policy: Policy, batch_size: i
         parameters = list(policy.parameters().values())
         grads = torch.autograd.grad(terms.loss, parameters, retain_graph=True)
         expected.append(dict(zip(policy.parameters(), grads, strict=True)))
-    assert metrics["top_entropy_share"] == pytest.approx(kept / int(mask.sum()))
+    run_tokens = mask[~idle | (beta > 0)].sum()
+    assert metrics["top_entropy_share"] == pytest.approx(kept / int(run_tokens))
     for epoch in range(2):
         seen = engine.seen[epoch * len(parts) : (epoch + 1) * len(parts)]
         matched = [min(relative_difference(mine, theirs) for mine in seen) for theirs in expected]

@@ -236,9 +236,7 @@ def test_a_sampled_evaluation(tmp_path: Path) -> None:
     assert len({row["fitness"] for row in table}) == len(table) == 4
 
 
-def test_rows_that_lost_answers_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_that_lost_answers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     calls = itertools.count()
 
     def judge(completion: str) -> float:
