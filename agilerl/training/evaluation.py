@@ -120,18 +120,18 @@ def evaluate_members(
         plan: How.
         ranks: The processes, which must all call this.
         accuracy_threshold: Answers with at least this reward are right.
-        show: Shows each agent's answers, those of this process.
+        show: Shows each agent's answers, those of this process, once all are evaluated.
 
     Returns:
         What it adds to the row of each; None: it was stopped, and nothing has changed.
     """
-    entries = [len(member.agent.fitness) for member in members]
-    rows = []
+    before = [(len(member.agent.fitness), len(member.agent.steps)) for member in members]
+    rows, shown = [], []
     try:
         for member in members:
             started = time.perf_counter()
             rewards, own = member.collector.evaluate(member.agent, plan)
-            show(member.agent, own)
+            shown.append((member.agent, own))
             answers = evaluated(rewards, own, ranks)
             if plan.samples is not None and ranks.rank == 0:
                 _warn_of_incomplete_rows(answers, plan.samples)
@@ -143,9 +143,12 @@ def evaluate_members(
                 }
             )
     except EvaluationStopped:
-        for member, number in zip(members, entries, strict=True):
-            del member.agent.fitness[number:]
+        for member, (evaluations, steps) in zip(members, before, strict=True):
+            del member.agent.fitness[evaluations:]
+            del member.agent.steps[steps:]
         return None
+    for agent, own in shown:
+        show(agent, own)
     return rows
 
 

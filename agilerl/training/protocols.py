@@ -221,14 +221,14 @@ class Collector(Protocol):
         """Let the agent act once in the training environment."""
 
     def evaluate(self, agent: Agent, plan: EvaluationPlan) -> tuple[np.ndarray, Evaluation]:
-        """Rewards of the whole evaluation, one per answer; appends their mean to ``agent.fitness``.
+        """Evaluate an agent, which appends the result to its ``fitness`` and ``steps``.
 
         Args:
             agent: Who is evaluated.
             plan: How.
 
         Returns:
-            The rewards of all ranks, and this rank's evaluation.
+            The rewards of all ranks, one per answer, and this rank's evaluation.
         """
 
     def facts(self) -> dict[str, Any]:

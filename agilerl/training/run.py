@@ -93,7 +93,7 @@ def run_training(
                 while checkpoint.agents:
                     checkpoint.agents.pop().restore()
                 loop.load_state_dict(checkpoint.state)
-                if checkpoint.appended and loop.at_bound() and ranks.rank == 0:
+                if checkpoint.appended and loop.bounds.reached() and ranks.rank == 0:
                     _warn_of_unused_rows(options)
             stopped_by = loop.run()
             failed = False

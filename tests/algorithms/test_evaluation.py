@@ -53,6 +53,7 @@ def test_an_environment_of_the_users_own() -> None:
     assert rewards.tolist() == lengths * 2
     assert rewards.dtype.name == "float32"
     assert agent.fitness == [pytest.approx(sum(lengths) / 2)]
+    assert agent.steps == [agent.total_steps]
 
 
 def test_the_adapter_is_merged_once_and_nothing_else_changes() -> None:

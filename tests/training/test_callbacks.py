@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from forking import on_two_ranks
 from resume_helpers import (
@@ -27,6 +28,7 @@ from resume_helpers import (
 )
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
 from agilerl.distributed import Ranks
 from agilerl.training.callbacks import (
     Callback,
@@ -158,8 +160,21 @@ def test_a_signal_ends_the_calls_too() -> None:
     record = Record()
     agent = FakeAgent(on_learn=lambda agent: os.kill(os.getpid(), signal.SIGINT))
     train(agent, record)
-    assert record.names()[-2:] == ["iteration 1", "end 1"]
-    assert record._calls[-1][1].stopped_by == "SIGINT"
+    assert record.names()[-3:] == ["iteration 1", "checkpoint 1", "end 1"]
+    end = record._calls[-1][1]
+    assert (end.stopped_by, end.checkpoint) == ("SIGINT", Path("c/iteration_00000001"))
+
+
+def sigterm(progress: RunProgress) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("checkpoint_steps", [None, 1])
+def test_sigterm_in_the_last_call_ends_the_program(checkpoint_steps: int | None) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train(FakeAgent(), At("on_end", 2, sigterm), max_steps=4, checkpoint_steps=checkpoint_steps)
+    assert caught.value.code == 143
+    assert checkpoints_in(Path("c"))[-1] == "iteration_00000002"
 
 
 @pytest.mark.parametrize("method", ["on_iteration", "on_evaluation", "on_checkpoint"])
@@ -178,6 +193,81 @@ def test_a_failing_callback_costs_nothing(method: str, tmp_path: Path) -> None:
     reseed()
     pop = run_reasoning(run, resume_from=run)
     assert differences(everything(run, pop), whole) == []
+
+
+def test_others_are_told_where_a_failing_callback_left_the_run() -> None:
+    record, failing = Record(), Record()
+    failing.on_iteration = fail  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        train(FakeAgent(), record, failing)
+    assert record.names()[-2:] == ["iteration 1", "checkpoint 1"]
+    assert record._calls[-1][1].checkpoint == Path("c/iteration_00000001")
+    assert failing.names() == ["start 0", "evaluation 0"]
+
+
+class BadState(Callback):
+    """Its state cannot be saved from its third iteration on; ``then`` is done there."""
+
+    def __init__(self, bad: Callable[[], Any], then: Callable[[RunProgress], None]) -> None:
+        self._bad, self._then, self._count = bad, then, 0
+
+    def on_iteration(self, progress: RunProgress) -> None:
+        self._count = progress.iteration
+        if progress.iteration == 3:
+            self._then(progress)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self._count if self._count < 3 else self._bad()}
+
+
+def raising() -> None:
+    raise OSError("no room in my callback")
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"), [(lambda: np.float32(0.5), TypeError), (raising, OSError)]
+)
+@pytest.mark.parametrize(
+    ("then", "options"),
+    [
+        (sigterm, {"evaluation_interval": 100}),
+        (sigterm, {"evaluation_interval": 100, "checkpoint_steps": 1}),
+        (lambda progress: None, {"evaluation_interval": 100, "checkpoint_steps": 3}),
+        (lambda progress: None, {"evaluation_interval": 3}),
+        (lambda progress: None, {"max_steps": 6, "checkpoint_steps": 100}),
+        (stop, {"evaluation_interval": 100, "checkpoint_steps": 100}),
+    ],
+)
+def test_a_state_that_cannot_be_saved_costs_nothing(
+    then: Callable[[RunProgress], None],
+    options: dict[str, Any],
+    bad: Callable[[], Any],
+    error: type[Exception],
+) -> None:
+    """It is named, and the run saved with the state before it."""
+    with pytest.raises(error) as caught:
+        train(FakeAgent(), BadState(bad, then), **({"max_steps": 40} | options))
+    assert "raised by state_dict of the callback BadState()" in caught.value.__notes__[0]
+    where = "c/iteration_00000003"
+    assert f"saved after iteration 3: resume_from='{where}'" in caught.value.__notes__[-1]
+    before = 2 if options.get("checkpoint_steps") == 1 else 0
+    if "max_steps" in options:  # every iteration is evaluated
+        before = 2
+    assert state_of(Path(where))["callbacks"] == [{"name": "BadState", "state": {"count": before}}]
+
+
+def test_a_state_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    class Unloadable(Callback):
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            raise KeyError("gone")
+
+    def run(**options: Any) -> None:
+        run_reasoning(tmp_path, pop=make_agents(1), callbacks=[Unloadable()], **options)
+
+    run(max_steps=2)
+    with pytest.raises(KeyError, match="gone") as caught:
+        run(resume_from=tmp_path)
+    assert "load_state_dict of the callback Unloadable()" in caught.value.__notes__[0]
 
 
 def test_a_callback_that_fails_before_training() -> None:
@@ -246,6 +336,70 @@ def test_early_stopping_goes_on_counting_in_a_resumed_run(tmp_path: Path) -> Non
     assert len(run(resume_from=tmp_path, patience=5).scores) == 5
 
 
+@pytest.mark.parametrize(
+    "callback", [EarlyStopping(2), StopAtFitness(0.6)], ids=["EarlyStopping", "StopAtFitness"]
+)
+def test_a_callback_that_an_earlier_run_used(callback: Callback) -> None:
+    """Also one that resumed a run, whose state does not count for the next."""
+    skill = [0, 1, 2, 2, 2, 2]
+    iterations = []
+    for _ in range(2):
+        iterations.append(len(train(FakeAgent(skill=skill), callback, max_steps=40).learned))
+        loaded = callback.state_dict()
+    assert iterations == ([4, 4] if isinstance(callback, EarlyStopping) else [2, 2])
+    callback.load_state_dict(loaded)
+    for stopped in (True, False):
+        asked: list[str] = []
+        callback.on_start(RunProgress(0, 0.0, [], [], Path(), _stop=asked.append))
+        assert bool(asked) == stopped
+
+
+class CountPrompts(Callback):
+    """Asks in ``on_iteration`` alone; its count is public, though no setting."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count = most, 0
+
+    def on_iteration(self, progress: RunProgress) -> None:
+        self.count = int(progress.rows[0]["steps"])
+        if self.count >= self.most:
+            progress.stop(f"{self.count} prompts")
+
+
+def test_a_run_that_any_callback_ended_stays_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With others beside it, too; it goes on without it, or with other settings."""
+    caplog.set_level(logging.INFO)
+
+    def iterations(*callbacks: Callback, **options: Any) -> int:
+        options = {"max_steps": 8} | options
+        pop = run_reasoning(tmp_path, pop=make_agents(1), callbacks=callbacks, **options)
+        return len(pop[0].scores)
+
+    assert iterations(CountPrompts(3)) == 2
+    assert iterations(CountPrompts(3), resume_from=tmp_path) == 2
+    assert iterations(Record(), CountPrompts(3), resume_from=tmp_path) == 2
+    said = "Stopped after iteration 2. CountPrompts: 4 prompts. To go on, leave this callback out"
+    assert said in caplog.text
+    assert iterations(CountPrompts(5), resume_from=tmp_path) == 3
+    assert iterations(resume_from=tmp_path) == 5
+
+
+def test_a_postponed_evaluation_of_a_run_that_was_ended(tmp_path: Path) -> None:
+    """The resumed run makes it, and ends."""
+
+    def run(*callbacks: Callback, **options: Any) -> Any:
+        pop = make_agents(1)
+        options = {"max_steps": 100, "evaluation_interval": 100} | options
+        return run_reasoning(tmp_path, pop=pop, callbacks=callbacks, **options)[0]
+
+    interrupt = At("on_iteration", 2, lambda progress: os.kill(os.getpid(), signal.SIGINT))
+    run(CountPrompts(3), interrupt)
+    resumed = run(CountPrompts(3), resume_from=tmp_path)
+    assert (resumed.steps, len(resumed.scores)) == ([0, 4], 2)
+
+
 def test_stop_at_fitness(tmp_path: Path) -> None:
     agent = train(FakeAgent(skill=[0, 1, 2, 3]), StopAtFitness(0.6))
     assert agent.fitness == pytest.approx([0, 1 / 3, 2 / 3])
@@ -307,12 +461,14 @@ def test_a_schedule_of_a_hyperparameter(tmp_path: Path) -> None:
     [
         ("max_model_len", 5, "name='max_model_len' cannot change while GRPO trains: choose one of"),
         ("temperature", -1.0, "temperature is -1.0"),
+        ("lr", 0.1, "name='lr' is in the hp_config of agent 0"),
     ],
 )
 def test_a_schedule_that_is_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
     callback = HyperparameterSchedule(name, lambda iteration: value)
+    evolving = HyperparameterConfig(lr=RLParameter(1e-6, 1e-2))
     with pytest.raises(ValueError, match=message):
-        run_reasoning(tmp_path, pop=make_agents(1), callbacks=[callback])
+        run_reasoning(tmp_path, pop=make_agents(1, hp_config=evolving), callbacks=[callback])
 
 
 @pytest.mark.parametrize(
@@ -366,6 +522,26 @@ class Count(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._count = state["count"]
+
+
+@pytest.mark.process
+def test_a_state_that_fails_on_one_process(tmp_path: Path) -> None:
+    def action(ranks: Ranks) -> Any:
+        runner = CallbackRunner([BadState(raising if ranks.rank else lambda: 3, stop)], ranks)
+        good = runner.state_dict()
+        runner.call("on_iteration", RunProgress(3, 0.0, [], [], Path()))
+        assert runner.state_dict() == {
+            **good,
+            "ended_by": {"callback": "BadState()", "reason": "BadState: enough"},
+        }
+        with pytest.raises(OSError, match="no room in my callback"):
+            runner.raise_state_error()
+        return good
+
+    assert (
+        on_two_ranks(tmp_path, action)
+        == [{"callbacks": [{"name": "BadState", "state": {"count": 0}}]}] * 2
+    )
 
 
 def test_states_go_to_callbacks_of_the_same_class_in_their_order() -> None:

@@ -16,16 +16,20 @@ import torch
 from resume_helpers import TOKENIZER, After, make_agents, nothing, run_multiturn
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.algorithms.core.evaluation import EvaluationStopped
+from agilerl.distributed import Ranks
 from agilerl.llm_envs import ReasoningGym
 from agilerl.training.evaluation import (
     Evaluated,
+    evaluate_members,
     evaluation_statistics,
     majority_is_right,
     pass_at_k,
     sizes_of_pass,
 )
+from agilerl.training.protocols import EvaluationPlan
 from agilerl.training.train_llm import finetune_llm_multiturn, finetune_llm_reasoning
-from agilerl.typing import ActionResult
+from agilerl.typing import ActionResult, Evaluation
 
 SETS = {"easy": ["e0", "e1", "e2"], "hard": [f"h{i}" for i in range(5)]}
 
@@ -323,3 +327,30 @@ def test_options_of_evaluations_without_held_out_rows() -> None:
 def test_bad_samples_of_episodes() -> None:
     with pytest.raises(ValueError, match="evaluation_samples is 0"):
         finetune_llm_multiturn([FakeAgent()], 2, lambda: None, evaluation_samples=0)
+
+
+def test_a_stopped_evaluation_shows_nothing_and_leaves_no_trace() -> None:
+    """Also of the agents that were evaluated before the stop; the resumed run shows them."""
+
+    def evaluate(agent: FakeAgent, plan: EvaluationPlan) -> Any:
+        if agent.index == 1 and stopping:
+            raise EvaluationStopped
+        return agent.test(FakeGym()), Evaluation(torch.zeros(3))
+
+    agents, shown = [FakeAgent(0), FakeAgent(1)], []
+    members: Any = [
+        SimpleNamespace(agent=agent, collector=SimpleNamespace(evaluate=evaluate))
+        for agent in agents
+    ]
+
+    def evaluated() -> Any:
+        plan = EvaluationPlan(nothing)
+        return evaluate_members(members, plan, Ranks(), 1.0, lambda *each: shown.append(each[0]))
+
+    stopping = True
+    assert evaluated() is None
+    assert shown == []
+    assert [(agent.fitness, agent.steps) for agent in agents] == [([], [])] * 2
+    stopping = False
+    assert len(evaluated()) == 2
+    assert shown == agents

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from training_fakes import FakeAgent, FakeGym
 
-from agilerl.training import loop
+from agilerl.training import bounds
 from agilerl.training.checkpoint.run_checkpoint import complete_checkpoints
 from agilerl.training.checkpoint.run_state import check_plain
 from agilerl.training.checkpoint.saver import is_no_room
@@ -88,7 +88,7 @@ def test_when_time_is_up_the_last_iteration_is_evaluated(
     """Time that runs out while a checkpoint is written is up for the next iteration."""
     # Only saving takes time, so that no slow machine can use it up before.
     now = [0.0]
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(bounds, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def slowly(agent: FakeAgent) -> None:
         now[0] += 0.6
@@ -107,6 +107,26 @@ def test_when_time_is_up_the_last_iteration_is_evaluated(
     with (tmp_path / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [bool(row["fitness"]) for row in rows] == [True, False, True]
+
+
+def test_a_signal_while_the_end_is_saved() -> None:
+    def signalled(agent: FakeAgent) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as caught:
+        train(FakeAgent(on_save=signalled), checkpoint_steps=99)
+    assert caught.value.code == 143
+    assert checkpoints_in(Path("c")) == ["iteration_00000005"]
+
+
+def test_an_end_whose_save_fails_costs_no_agents() -> None:
+    def fail_once(agent: FakeAgent) -> None:
+        agent.on_save = lambda agent: None
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError) as caught:
+        train(FakeAgent(on_save=fail_once), checkpoint_steps=99)
+    assert "saved to c/crashed_in_iteration_00000005" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("number", [28, 122, 27, 13, None])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from resume_helpers import make_agents, run_reasoning
 from training_fakes import FakeAgent, FakeGym
 
 from agilerl.training.collectors.experience import (
@@ -204,6 +205,25 @@ def test_a_window_without_reward_variance_is_said_loudly(caplog: pytest.LogCaptu
     assert len(warned) == 1
     assert "GSPO agent 0 learns nothing" in warned[0]
     assert "(1 to 10)" in warned[0]
+
+
+def test_a_learning_rate_of_zero_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pop = make_agents(1, cosine_lr_schedule_config=None, lr_schedule="linear", lr_schedule_steps=2)
+    with caplog.at_level(logging.WARNING):
+        run_reasoning(tmp_path, pop=pop)
+    warned = [each for each in caplog.messages if "learning rate is 0" in each]
+    assert len(warned) == 1
+    assert "GRPO agent 0 learns nothing since iteration 3" in warned[0]
+
+
+def test_an_evaluation_before_a_run_leaves_as_many_steps_as_fitnesses() -> None:
+    agent, env = FakeAgent(), FakeGym()
+    agent.test(env)
+    train([agent], env, max_steps=4, evaluation_interval=1)
+    assert agent.steps == [0, 0, 2, 4]
+    assert len(agent.fitness) == 4
 
 
 def test_one_varied_group_restarts_the_window(caplog: pytest.LogCaptureFixture) -> None:

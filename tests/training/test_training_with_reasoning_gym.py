@@ -47,6 +47,7 @@ class WritingAgent(FakeAgent):
     def test(self, env: ReasoningGym) -> np.ndarray:
         rewards = env.evaluate(lambda prompts: self.get_action(prompts, training=False)).rewards
         self.fitness.append(float(rewards.mean()))
+        self.steps.append(self.total_steps)
         return rewards.numpy()
 
 

@@ -192,6 +192,7 @@ class FakeAgent:
     def test(self, env: FakeGym) -> np.ndarray:
         rewards = env.evaluate(lambda prompts: self.get_action(prompts, training=False)).rewards
         self.fitness.append(float(rewards.mean()))
+        self.steps.append(self.total_steps)
         return rewards.numpy()
 
     def set_reference_policy(self, reference_update_tracker: int) -> None:

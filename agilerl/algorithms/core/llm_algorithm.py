@@ -112,9 +112,9 @@ class LLMAlgorithm(LoRAAgent):
 
         Returns:
             ``(loop · rows · samples,)`` float32 rewards, one per answer or (the return of an)
-            episode; their mean is appended to ``fitness``. With several processes, the rewards of
-            all of them in the order of ranks, so that fitness is the same on each. Answers that
-            failed and were dropped are not among them.
+            episode; their mean is appended to ``fitness``, and ``total_steps`` to ``steps``. With
+            several processes, the rewards of all of them in the order of ranks, so that fitness is
+            the same on each. Answers that failed and were dropped are not among them.
 
         Raises:
             RuntimeError: If more answers failed than the environment's ``max_failure_share``.
@@ -133,6 +133,7 @@ class LLMAlgorithm(LoRAAgent):
             evaluation = evaluate(env, act, loop)
         scores = scores_of_all_ranks(evaluation, ranks)
         self.fitness.append(float(scores.mean()))
+        self.steps.append(self.total_steps)
         return scores
 
     def _sampled(

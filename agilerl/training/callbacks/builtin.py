@@ -50,9 +50,13 @@ class EarlyStopping(Callback):
         self.patience, self.min_delta, self.metric = patience, min_delta, metric
         self._best: float | None = None
         self._waited = 0
+        self._resumed = False
 
     def on_start(self, progress: RunProgress) -> None:
-        """End a resumed run that it had ended."""
+        """End a resumed run that it had ended; of another run, nothing counts."""
+        if not self._resumed:
+            self._best, self._waited = None, 0
+        self._resumed = False
         self._check(progress)
 
     def on_evaluation(self, progress: RunProgress) -> None:
@@ -70,7 +74,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take them over."""
-        self._best, self._waited = state["best"], state["waited"]
+        self._best, self._waited, self._resumed = state["best"], state["waited"], True
 
     def _check(self, progress: RunProgress) -> None:
         if self._waited >= self.patience:
@@ -95,9 +99,13 @@ class StopAtFitness(Callback):
         _TEXT("metric", metric)
         self.value, self.metric = value, metric
         self._reached: float | None = None
+        self._resumed = False
 
     def on_start(self, progress: RunProgress) -> None:
-        """End a resumed run that had reached the value."""
+        """End a resumed run that had reached the value; of another run, it does not count."""
+        if not self._resumed:
+            self._reached = None
+        self._resumed = False
         self._check(progress)
 
     def on_evaluation(self, progress: RunProgress) -> None:
@@ -111,7 +119,7 @@ class StopAtFitness(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take it over."""
-        self._reached = state["reached"]
+        self._reached, self._resumed = state["reached"], True
 
     def _check(self, progress: RunProgress) -> None:
         if self._reached is not None and self._reached >= self.value:
@@ -162,14 +170,14 @@ class PrintMetrics(Callback):
 class HyperparameterSchedule(Callback):
     """Sets a hyperparameter of all agents before every iteration.
 
-    Where hyperparameters evolve too, it overrides what mutation made of this one.
-
     Args:
         name: One that may change while an agent trains, such as ``"temperature"`` or ``"beta"``.
         schedule: From the number of an iteration, 1 for the first, to its value.
 
     Raises:
         TypeError: For a value of the wrong type.
+        ValueError: When a run starts, if the hyperparameter cannot change while an agent trains, or
+            evolves too (``hp_config``).
     """
 
     def __init__(self, name: str, schedule: Callable[[int], Any]) -> None:
@@ -198,6 +206,11 @@ class HyperparameterSchedule(Callback):
                 self.name in changeable,
                 f"name={self.name!r} cannot change while {agent.algo} trains: choose one of "
                 f"{', '.join(changeable)}",
+            )
+            require(
+                self.name not in (agent.hp_config or ()),
+                f"name={self.name!r} is in the hp_config of agent {agent.index}, so that evolution "
+                "would change it, too: leave it out of one of them",
             )
             table[self.name].check(self.name, value)
             agent.set_attributes({self.name: value})

@@ -28,13 +28,15 @@ class RunProgress:
     """The agents, which train on as the callback leaves them."""
     rows: list[Columns]
     """Columns of ``metrics.csv`` by name, a dict per agent: in ``on_iteration`` those of the
-    iteration without its evaluation, in ``on_evaluation`` with it; elsewhere the last ones."""
+    iteration without its evaluation, in ``on_evaluation`` with it; elsewhere the last ones of this
+    call, and empty before there are any."""
     directory: Path
     """The run directory."""
     is_main_process: bool = True
     """False on all processes but the one that writes: print and save there only."""
     checkpoint: Path | None = None
-    """In ``on_checkpoint`` the run checkpoint that was written."""
+    """In ``on_checkpoint`` the run checkpoint that was written, in ``on_end`` the last one that
+    this call has written, if any; else None."""
     stopped_by: str | None = None
     """In ``on_end`` why it ended early: ``"SIGINT"``, ``"SIGTERM"`` or what a callback said."""
     _say: Callable[[str], None] = field(default=print, repr=False)
@@ -42,6 +44,8 @@ class RunProgress:
 
     def stop(self, reason: str) -> None:
         """End the run as if it had reached a bound: evaluated, and saved if it has checkpoints.
+
+        It stays ended when it is resumed with a callback of the same settings.
 
         Args:
             reason: Is shown to the user.
@@ -64,7 +68,10 @@ class Callback:
     """
 
     def on_start(self, progress: RunProgress) -> None:
-        """Before the first iteration of a call, also of one that resumes a run."""
+        """Before the first iteration of a call, also of one that resumes a run.
+
+        The place to forget an earlier run, if the object is to be used for several.
+        """
 
     def on_iteration(self, progress: RunProgress) -> None:
         """After every agent has learned, before this iteration's evaluation if there is one."""
@@ -73,7 +80,7 @@ class Callback:
         """After all agents were evaluated, also before training."""
 
     def on_checkpoint(self, progress: RunProgress) -> None:
-        """After a run checkpoint was written."""
+        """After a run checkpoint was written, also because of a signal or a failing callback."""
 
     def on_end(self, progress: RunProgress) -> None:
         """When the run has ended, but not by an error, and is saved."""

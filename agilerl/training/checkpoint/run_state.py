@@ -52,6 +52,7 @@ class RunState(TypedDict):
     unevaluated_rows: list[dict[str, float]] | None
     log: dict[str, Any]
     callbacks: NotRequired[list[dict[str, Any]]]  # not in checkpoints from before there were any
+    ended_by: NotRequired[dict[str, str]]  # the callback that ended the run, and what it said
     random: Annotated[list[str], Field(min_length=1)]  # by rank
 
 

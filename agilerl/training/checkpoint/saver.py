@@ -27,7 +27,7 @@ from agilerl.training.checkpoint.run_checkpoint import checkpoint_name, complete
 from agilerl.training.checkpoint.run_directory import RunDirectory, lock_until_closed
 from agilerl.training.logs.run_log import RunLog
 from agilerl.training.logs.terminal import is_printed_by_logging
-from agilerl.training.population import Population
+from agilerl.training.population import Best, Population
 from agilerl.training.protocols import Agent
 
 logger = logging.getLogger(__name__)
@@ -138,8 +138,17 @@ class Saver:
     """Checkpoints to keep."""
     ranks: Ranks
 
-    def save_elite(self, agent: Agent, trained: bool) -> bool:
-        """Save the best agent so far; False: that was not possible, which is reported."""
+    def note_best(self, iteration: int) -> None:
+        """After an evaluation, note and save its best agent if it is the best so far."""
+        leader, best = self.population.leader.agent, self.population.best
+        fitness = float(leader.fitness[-1])
+        better = best is None or fitness > best.fitness
+        # One that could not be saved does not count, so that the next best is saved instead.
+        if better and self._save_elite(leader, trained=iteration > 0):
+            self.population.best = Best(leader.index, fitness, iteration)
+
+    def _save_elite(self, agent: Agent, trained: bool) -> bool:
+        """Save it; False: that was not possible, which is reported."""
         elite = self.elite
         if elite is None:
             return True
@@ -158,7 +167,7 @@ class Saver:
         self.directory.prune(self.keep)
         return self.directory.path / name
 
-    def save_after_stop(self, signal_name: str, iteration: int, evaluated: bool) -> None:
+    def save_after_stop(self, signal_name: str, iteration: int, evaluated: bool) -> Path:
         """Save the run, and say where."""
         message = f"Stopped by {signal_name} after iteration {iteration}"
         try:
@@ -173,12 +182,17 @@ class Saver:
         if self.elite is not None and self.elite.saved:
             message += f"; the best agent so far is in {self.elite.path}"
         self.log.report(logger, message)
+        return where
 
-    def save_after_callback(self, error: Exception, iteration: int, evaluated: bool) -> None:
+    def save_after_callback(self, error: Exception, iteration: int, evaluated: bool) -> Path | None:
         """Save the run before ``error`` of a callback is raised; note in it where.
 
         It is raised on all processes, between two iterations, so that nothing is lost.
+
+        Returns:
+            Where; None: that was not possible.
         """
+        where = None
         try:
             where = self._save(checkpoint_name(iteration, evaluated))
             note = f"The run was saved after iteration {iteration}: resume_from={str(where)!r}"
@@ -187,6 +201,7 @@ class Saver:
         error.add_note(note)
         if self.ranks.rank == 0:
             logger.error(note)
+        return where
 
     def rescue(self, error: Exception, iteration: int, trained: bool) -> None:
         """Save the agents, if they were trained, before ``error`` is raised; note in it where."""
