@@ -148,11 +148,13 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         fused_loss_chunk_rows: Not supported yet.
         vllm_importance_sampling_correction: Weight tokens by the ratio of the trainer's to the
             sampler's probability, where ``learn`` is given the sampler's log-probs.
-        vllm_importance_sampling_cap: Upper bound of that weight; ``float("inf")``: none.
+        vllm_importance_sampling_cap: Upper bound of that weight, or with ``"geometric_mask"`` of
+            its geometric mean, for which 2.0 is far too wide; ``float("inf")``: none.
         importance_correction: What the bounds do: ``"token_truncate"`` lowers the weight of a token
             to the cap, ``"token_mask"`` drops tokens outside the bounds, ``"geometric_mask"``
-            sequences whose geometric mean is outside. ``"sequence_truncate"`` and
-            ``"sequence_mask"`` weight a sequence by the product of its tokens' weights.
+            sequences whose geometric mean is outside, without a bound for the others' weights.
+            ``"sequence_truncate"`` and ``"sequence_mask"`` weight a sequence by the product of its
+            tokens' weights.
         importance_floor: Lower bound, for the masks; None: 0.
         importance_anchor: Whose log-probs ratios are against: ``"old"``, the policy before the
             update, or ``"sampler"``, those that the sampler reported: then there is nothing to

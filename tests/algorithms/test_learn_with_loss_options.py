@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,15 @@ def test_all_together_learn(cls: type[GRPO]) -> None:
     assert {"dual_clip_fraction", "top_entropy_share"} < metrics.keys()
     assert metrics["top_entropy_share"] == pytest.approx(23 / 33)  # 11 of 16, 12 of 17
     assert not torch.equal(moved, weights(randomise(make_agent(cls))))
+
+
+def test_a_wide_cap_of_a_geometric_mean_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def warned(**changes: Any) -> bool:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "agilerl"):
+            make_agent(**changes).clone()
+        return "upper bound of the geometric mean" in caplog.text
+
+    assert warned(importance_correction="geometric_mask", vllm_importance_sampling_cap=1.75)
+    assert not warned(importance_correction="geometric_mask", vllm_importance_sampling_cap=1.01)
+    assert not warned(importance_correction="token_mask", vllm_importance_sampling_cap=1.75)

@@ -124,10 +124,40 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     train(agent)
     agent.save_checkpoint(tmp_path / "saved")
     other = make_agent()
-    with pytest.raises(ValueError, match=r"that of SGD, but the agent's optimizer is AdamW"):
+    with pytest.raises(
+        ValueError,
+        match=r"that of optimizer=a function that makes SGD, but the agent's is "
+        "optimizer='adamw'",
+    ):
         other.load_checkpoint(tmp_path / "saved", load_optimizer=True)
     other.load_checkpoint(tmp_path / "saved")
     assert torch.equal(weights(other), weights(agent))
+
+
+def test_a_function_that_makes_adamw_is_not_the_adamw_of_that_name(tmp_path: Path) -> None:
+    model = small_model()
+    agent = make_agent(model=model)
+    train(agent)
+    agent.save_checkpoint(tmp_path / "saved")
+    other = make_agent(model=model, optimizer=torch.optim.AdamW)
+    with pytest.raises(ValueError, match=r"of optimizer='adamw', but .*=a function that makes Ad"):
+        other.load_checkpoint(tmp_path / "saved", load_optimizer=True)
+
+
+@pytest.mark.parametrize("name", ["entropy_coef", "weight_decay"])
+def test_a_search_that_starts_from_zero_is_warned_of(
+    name: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    def made(value: float, least: float) -> list[str]:
+        search = HyperparameterConfig(**{name: RLParameter(least, 0.1)})
+        make_agent(hp_config=search, **{name: value}).clone()
+        said = [str(warning.message) for warning in recwarn]
+        recwarn.clear()
+        return [each for each in said if "hp_config names" in each]
+
+    (warning,) = made(0.0, 0.0)
+    assert f"hp_config names '{name}', which is 0.0, and mutations multiply" in warning
+    assert made(0.01, 0.0) == made(0.0, 0.001) == []
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from agilerl.algorithms.core.argument_rules import (
     check_text,
     check_texts,
 )
-from agilerl.algorithms.core.registry import HyperparameterConfig, with_magnitude
+from agilerl.algorithms.core.registry import HyperparameterConfig, magnitude, with_magnitude
 from agilerl.checks import (
     COUNT,
     FLAG,
@@ -281,6 +281,12 @@ def _check_hp_config(arguments: Mapping[str, Any], table: Mapping[str, Argument]
             f"hp_config names {name!r}, which is {value!r}; it must be a number for "
             "mutations to start from",
         )
+        if magnitude(value) == 0 and parameter.min <= 0 and not arguments["clone"]:
+            warn(
+                f"hp_config names {name!r}, which is {value!r}, and mutations multiply by a "
+                "factor, so that it stays 0; start from a number above 0, or give it a limit min "
+                "above 0 in hp_config"
+            )
         for limit in (parameter.min, parameter.max):
             table[name].check(limit_name, with_magnitude(value, parameter.dtype(limit)))
         if name == "temperature" and arguments["use_vllm"]:

@@ -24,11 +24,13 @@ from agilerl.llm.config import (
     UpdateConfig,
 )
 from agilerl.llm.engine.accelerator_config import rank_batch_size, rank_micro_batch_size
-from agilerl.llm.losses import LOSS_TABLE, clip_band
+from agilerl.llm.losses import CORRECTION_TABLE, LOSS_TABLE, clip_band
 
 logger = logging.getLogger(__name__)
 
 GRANULARITIES = ("auto", "trajectory", "turn")
+WIDEST_GEOMETRIC_CAP = 1.1
+"""A geometric mean over a sequence of some length is never above it, however far off tokens are."""
 
 
 class GRPOArguments(LLMArguments):
@@ -64,16 +66,7 @@ class GRPOArguments(LLMArguments):
     )
     importance_anchor: ImportanceAnchor = argument(OneOf(("old", "sampler")), "old")
     importance_correction: ImportanceCorrection = argument(
-        OneOf(
-            (
-                "token_truncate",
-                "token_mask",
-                "geometric_mask",
-                "sequence_truncate",
-                "sequence_mask",
-            )
-        ),
-        "token_truncate",
+        OneOf(tuple(CORRECTION_TABLE)), "token_truncate"
     )
     importance_floor: float | None = argument(Number(0, optional=True), None)
     dual_clip: float | None = argument(Number(1, open_low=True, optional=True), None)
@@ -175,6 +168,24 @@ def _warn_of_narrow_cispo(arguments: Mapping[str, Any]) -> None:
         )
 
 
+def _warn_of_wide_geometric_mask(arguments: Mapping[str, Any]) -> None:
+    """Say what the cap, 2 by default, means for a geometric mean."""
+    mode, cap = arguments["importance_correction"], arguments["vllm_importance_sampling_cap"]
+    judged = CORRECTION_TABLE[mode].judged
+    if judged == "weight" or cap <= WIDEST_GEOMETRIC_CAP or arguments["clone"]:
+        return
+    warn_once(
+        logger,
+        "importance_correction is %r, for which vllm_importance_sampling_cap=%g is the upper bound "
+        "of the geometric mean of a sequence's weights, not of the weights: those are unbounded, "
+        "and such a mean hardly ever exceeds %g, so that next to nothing is masked. Usual are caps "
+        "of 1.001 to 1.01, with importance_floor=0.99 to 0.999.",
+        mode,
+        cap,
+        WIDEST_GEOMETRIC_CAP,
+    )
+
+
 def _check_importance(arguments: Mapping[str, Any]) -> None:
     """Refuse what contradicts itself in the correction for the sampler."""
     mode, floor = arguments["importance_correction"], arguments["importance_floor"]
@@ -191,12 +202,14 @@ def _check_importance(arguments: Mapping[str, Any]) -> None:
         plain or arguments["vllm_importance_sampling_correction"],
         f"{given}, but vllm_importance_sampling_correction is False; set it to True",
     )
+    _warn_of_wide_geometric_mask(arguments)
     if floor is None:
         return
+    masks = [repr(name) for name, spec in CORRECTION_TABLE.items() if spec.masks]
     require(
-        mode.endswith("mask"),
+        CORRECTION_TABLE[mode].masks,
         f"importance_floor is {floor}, but importance_correction is {mode!r}, which has no lower "
-        "bound; it must be one of 'token_mask', 'geometric_mask', 'sequence_mask'",
+        f"bound; it must be one of {', '.join(masks)}",
     )
     name = "vllm_importance_sampling_cap"
     limit = dict((arguments["hp_config"] or HyperparameterConfig()).items()).get(name)

@@ -39,8 +39,8 @@ def _fitting_state(engine: LocalEngine, state: Mapping[str, Any]) -> dict[str, A
     saved, kind = state["optimizer"], state.get("kind")
     require(
         kind == engine.kind,
-        f"it is that of {kind or 'AdamW'}, but the agent's optimizer is {engine.kind or 'AdamW'}; "
-        "give the agent the optimizer that was saved",
+        f"it is that of {_argument(kind)}, but the agent's is {_argument(engine.kind)}; give the "
+        "agent the optimizer that was saved",
     )
     shapes = {number: p.shape for number, p in enumerate(engine.parameters)}
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -58,6 +58,12 @@ def _fitting_state(engine: LocalEngine, state: Mapping[str, Any]) -> dict[str, A
     pairs = zip(engine.optimizer.param_groups, saved["param_groups"], strict=True)
     groups = [own | _taken(group, kind) for own, group in pairs]
     return {**state, "optimizer": {**saved, "param_groups": groups}}
+
+
+def _argument(kind: str | None) -> str:
+    """The constructor argument that gives an optimizer of this kind."""
+    names = {None: "'adamw'", "AdamW8bit": "'adamw_8bit'"}
+    return f"optimizer={names.get(kind, f'a function that makes {kind}')}"
 
 
 def _taken(group: Mapping[str, Any], kind: str | None) -> dict[str, Any]:

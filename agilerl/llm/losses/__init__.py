@@ -5,7 +5,13 @@ Functions of tensors only: no agent, no device, no configuration object but the 
 """
 
 from agilerl.llm.losses.entropy import quantile_over_ranks, top_entropy_mask
-from agilerl.llm.losses.importance import SamplerCorrection, pooled_log_ratio, sampler_correction
+from agilerl.llm.losses.importance import (
+    CORRECTION_TABLE,
+    CorrectionSpec,
+    SamplerCorrection,
+    pooled_log_ratio,
+    sampler_correction,
+)
 from agilerl.llm.losses.objectives import (
     LOSS_TABLE,
     LossSpec,
@@ -18,7 +24,9 @@ from agilerl.llm.losses.reductions import reduction_counts, reduction_weights
 from agilerl.llm.losses.terms import LossFunction, LossTerms, weighted_loss
 
 __all__ = [
+    "CORRECTION_TABLE",
     "LOSS_TABLE",
+    "CorrectionSpec",
     "LossFunction",
     "LossSpec",
     "LossTerms",

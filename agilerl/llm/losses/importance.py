@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -54,6 +55,28 @@ def importance_weights(
 
 
 @dataclass(frozen=True)
+class CorrectionSpec:
+    """Definition of an ``importance_correction``."""
+
+    weight: Literal["token", "sequence"]
+    """What a token's term is multiplied by: its own weight, or the product over its sequence."""
+    judged: Literal["weight", "geometric_mean"]
+    """What the bounds are of: that weight, or the geometric mean of the sequence's weights."""
+    masks: bool
+    """Whether what is outside the bounds becomes 0; False: what is above the cap becomes the cap,
+    and there is no floor."""
+
+
+CORRECTION_TABLE: dict[ImportanceCorrection, CorrectionSpec] = {
+    "token_truncate": CorrectionSpec("token", "weight", masks=False),
+    "token_mask": CorrectionSpec("token", "weight", masks=True),
+    "geometric_mask": CorrectionSpec("token", "geometric_mean", masks=True),
+    "sequence_truncate": CorrectionSpec("sequence", "weight", masks=False),
+    "sequence_mask": CorrectionSpec("sequence", "weight", masks=True),
+}
+
+
+@dataclass(frozen=True)
 class SamplerCorrection:
     """Weights of the tokens, by which their policy terms are multiplied; 0 outside the mask."""
 
@@ -88,25 +111,25 @@ def sampler_correction(
         mask: ``(B, S)`` bool.
         mode: With ``w`` the weight of a token: ``"token_truncate"`` ``min(w, cap)``;
             ``"token_mask"`` w within ``[floor, cap]``, else 0; ``"geometric_mask"`` w in sequences
-            whose geometric mean of w is within the bounds, else 0. With ``W`` the product of w over
-            a sequence: ``"sequence_truncate"`` ``min(W, cap)``; ``"sequence_mask"`` W within the
-            bounds, else 0. A sequence is a row.
+            whose geometric mean of w is within the bounds, else 0: w itself has no bound. With
+            ``W`` the product of w over a sequence: ``"sequence_truncate"`` ``min(W, cap)``;
+            ``"sequence_mask"`` W within the bounds, else 0. A sequence is a row.
         floor: Lower bound, of the masks; None: 0.
         cap: Upper bound; None: none.
     """
-    low, high = floor or 0.0, math.inf if cap is None else cap
+    spec, low, high = CORRECTION_TABLE[mode], floor or 0.0, math.inf if cap is None else cap
     log_weights = torch.where(mask, log_weights, 0.0)
-    if mode.startswith("sequence"):
+    if spec.weight == "sequence":
         # Where a product would overflow, it is still above the cap.
         product, largest = log_weights.sum(1, keepdim=True), torch.finfo(log_weights.dtype).max
         product = torch.where(product.isfinite(), product.clamp(max=math.log(largest) - 1), product)
         log_weights = product.expand(mask.shape)
     weights = torch.where(mask, log_weights.exp(), 0.0)
     factors = _finite(weights)
-    if mode.endswith("truncate"):
+    if not spec.masks:
         return SamplerCorrection(weights, factors.clamp(max=high))
     judged = weights
-    if mode == "geometric_mask":
+    if spec.judged == "geometric_mean":
         judged = pooled_log_ratio(log_weights, mask, "trajectory").exp()
     within = judged.isfinite() & (low <= judged) & (judged <= high)
     return SamplerCorrection(weights, torch.where(within, factors, 0.0))
