@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
-import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -13,9 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import agilerl
 from agilerl.distributed import Ranks
 from agilerl.training.checkpoint.run_checkpoint import (
     RunCheckpoint,
@@ -25,7 +19,9 @@ from agilerl.training.checkpoint.run_checkpoint import (
 from agilerl.training.checkpoint.run_directory import RunDirectory, lies_in
 from agilerl.training.checkpoint.run_state import check_plain, write_json
 from agilerl.training.checkpoint.saver import Elite
+from agilerl.training.logs.rank_zero_log import RankZeroLog
 from agilerl.training.logs.resumed_files import take_over_logs
+from agilerl.training.logs.run_config import run_config
 from agilerl.training.logs.run_log import NoLog, RunLog
 from agilerl.training.logs.terminal import in_notebook
 from agilerl.training.loop import TrainingLoop
@@ -37,6 +33,7 @@ from agilerl.training.rank_consistency import (
     check_same_options,
     check_shared_storage,
 )
+from agilerl.training.trackers.protocol import RunStatus
 from agilerl.utils.llm_utils import collective_run
 
 logger = logging.getLogger(__name__)
@@ -82,7 +79,7 @@ def run_training(
             RunDirectory(name, options.checkpoint_path, checkpoint, ranks)
         )
         log = _opened_log(population, options, env_name, checkpoint, directory, ranks)
-        failed = True
+        status: RunStatus = "failed"
         try:
             _log_run_directory(log, directory, options, checkpoint, ranks)
             names = {"run": name, "environment": env_name}
@@ -96,9 +93,9 @@ def run_training(
                 if checkpoint.appended and loop.bounds.reached() and ranks.rank == 0:
                     _warn_of_unused_rows(options)
             stopped_by = loop.run()
-            failed = False
+            status = "killed" if stopped_by == "SIGTERM" else "finished"
         finally:
-            log.close(failed)
+            log.close(status)
     if stopped_by == "SIGTERM":  # the program was asked to end, not only this run
         # A launcher ends the others as soon as one has failed, which is what 143 looks like to it.
         ranks.gather(None)
@@ -151,11 +148,11 @@ def _opened_log(
     ranks: Ranks,
 ) -> RunLog:
     """Write ``config.json`` and open the log, with the rows of a run that is resumed."""
-    config = _config(population.agents, options, directory.name, env_name)
+    config = run_config(population.agents, options, directory.name, env_name, checkpoint)
+    logged: dict[str, int] = {}
     if checkpoint is not None:
-        config["resumed"] = _resumptions(checkpoint)
         source, saved = checkpoint.path.parent, checkpoint.state
-        ranks.on_rank_zero(lambda: take_over_logs(source, directory.path, saved))
+        logged = ranks.on_rank_zero(lambda: take_over_logs(source, directory.path, saved))
     ranks.on_rank_zero(lambda: write_json(directory.path / "config.json", config))
     state = None if checkpoint is None else checkpoint.state
     total = _total_steps(population, options, state)
@@ -163,9 +160,10 @@ def _opened_log(
     def opened() -> RunLog:
         if ranks.rank > 0:
             return NoLog()
-        return RunLog(
+        return RankZeroLog(
             *(directory.path, directory.name, options, config, total, state),
             evaluates=population.evaluates,
+            logged=logged,
         )
 
     return ranks.on_all_ranks(opened)
@@ -203,49 +201,3 @@ def _log_run_directory(
             "Interrupt the kernel (the square button) to end the run after its current iteration, "
             "with a checkpoint; interrupt it twice to end it at once."
         )
-
-
-def _resumptions(checkpoint: RunCheckpoint) -> list[dict[str, Any]]:
-    """For ``config.json``: this resumption, after those that the run had already."""
-    try:
-        earlier = json.loads((checkpoint.path.parent / "config.json").read_text(encoding="utf-8"))
-        resumed = list(earlier.get("resumed", []))
-    except (OSError, ValueError, AttributeError, TypeError):
-        resumed = []  # it is for reading only
-    this: dict[str, Any] = {
-        "from": str(checkpoint.path),
-        "iteration": checkpoint.state["iteration"],
-        "run": checkpoint.state["run"],
-        "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-    if checkpoint.appended:
-        this["appended_rows"] = checkpoint.appended
-    return [*resumed, this]
-
-
-def _config(
-    agents: Sequence[Agent], options: TrainingOptions, name: str, env_name: str
-) -> dict[str, Any]:
-    """Content of ``config.json`` and of the W&B configuration; no secrets."""
-    # wandb_kwargs may carry a key in its settings, so neither it nor the key itself is noted.
-    noted = [
-        field.name
-        for field in dataclasses.fields(options)
-        if field.name not in ("init_hp", "wandb_kwargs", "wandb_api_key", "trackers")
-    ]
-    config = {
-        "run": name,
-        "environment": env_name,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "population": [{"index": agent.index, "algo": agent.algo} for agent in agents],
-        "arguments": {field: vars(options)[field] for field in noted},
-        "init_hp": {str(key): value for key, value in (options.init_hp or {}).items()},
-        "versions": {
-            "agilerl": agilerl.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
-    }
-    # Plain JSON from here on: init_hp may hold any object.
-    plain: dict[str, Any] = json.loads(json.dumps(config, default=str))
-    return plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from resume_helpers import After, files_up_to, make_agents, rows_of, run_reasoni
 from agilerl.training.collectors.experience import Sample
 from agilerl.training.logs.files import CompletionsFile, LineageFile, MetricsCsv
 from agilerl.training.logs.resumed_files import take_over_logs
-from agilerl.training.trackers.protocol import TrackedRun
+from agilerl.training.trackers.protocol import CompletionTable, TrackedRun
 from agilerl.training.trackers.tensorboard import TensorBoardTracker
 
 STATE: dict[str, Any] = {
@@ -86,6 +87,55 @@ def test_tensorboard_goes_on_with_the_same_steps(tmp_path: Path) -> None:
     assert [step for step, _ in scores] == [1, 2, 3, 4]
 
 
+class Shown:
+    """A tracker that keeps what it does not have yet."""
+
+    run_id = "one"
+
+    def __init__(self) -> None:
+        self.series: list[tuple[int, str]] = []
+        self.logged: Mapping[str, int] = {}
+
+    def start(self, run: TrackedRun) -> None:
+        self.run, self.logged = run, run.logged
+
+    def write(self, iteration: int, values: Mapping[str, float]) -> None:
+        self.series += [(iteration, name) for name in self.run.new_values(iteration, values)]
+
+    def write_completions(self, iteration: int, table: CompletionTable) -> None:
+        if self.run.is_new_table(iteration, table):
+            self.series.append((iteration, f"completions/{table.name}"))
+
+    def close(self, status: str) -> None:
+        self.status = status
+
+
+def test_a_tracker_is_told_what_the_run_had_shown(tmp_path: Path) -> None:
+    path, options = tmp_path / "run", {"completions_interval": 1, "keep_checkpoints": 9}
+    first, again, other = Shown(), Shown(), Shown()
+    run_reasoning(path, pop=make_agents(1), hook=After(3), trackers=[first], **options)
+    crashed = rows_of(path)[-1]["iteration"]
+    options |= {"resume_from": path / "iteration_00000001"}
+    run_reasoning(path, pop=make_agents(1), trackers=[again, other], **options)
+    assert crashed == "3" and first.logged == other.logged == {}
+    assert again.logged["agent_0/reward_mean"] == 3 and again.logged["agent_0/fitness"] == 2
+    assert len(set(first.series)) == len(first.series)
+    assert not set(first.series) & set(again.series)
+    assert {*first.series, *again.series} >= {*other.series}
+    assert {iteration for iteration, _ in again.series} == {4}
+    assert (2, "completions/agent_0/evaluation") in other.series
+    config = again.run.config["hyperparameters"]["agent_0"]
+    assert (config["lr"], config["loss_type"], config["lora_config"]["r"]) == (1e-2, "grpo", 2)
+    assert "actor_network" not in config
+
+
+def test_hyperparameters_shown_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    path, tracker = tmp_path / "run", Shown()
+    run_reasoning(path, pop=make_agents(1), hook=After(1))
+    run_reasoning(path, pop=make_agents(1, beta=0.5), resume_from=path, trackers=[tracker])
+    assert tracker.run.config["hyperparameters"]["agent_0"]["beta"] == 0.001
+
+
 def test_all_rows_wait_for_room_and_only_written_ones_count(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     metrics = MetricsCsv(path)
@@ -150,7 +200,7 @@ def test_tensorboard_goes_on_once_there_is_room_again(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="too large"):
                 sink.write(iteration, values)
     sink.write(4, values)
-    sink.close(failed=False)
+    sink.close("finished")
     events = EventAccumulator(str(tmp_path)).Reload()
     assert sorted({e.step for e in events.Scalars("agent_0/m24")}) == [1, 2, 3, 4]
 

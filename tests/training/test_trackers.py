@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import sqlite3
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +53,8 @@ class Recorder:
     def write_completions(self, iteration: int, table: CompletionTable) -> None:
         self._called("write_completions", iteration, table)
 
-    def close(self, failed: bool) -> None:
-        self._called("close", failed)
+    def close(self, status: str) -> None:
+        self._called("close", status)
 
     def of(self, method: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == method]
@@ -77,6 +81,8 @@ def test_a_tracker_of_the_user(tmp_path: Path) -> None:
     assert run.directory == tmp_path / "r" and run.name.startswith("GSPO-digits-")
     assert run.config["arguments"]["max_steps"] == 4
     assert run.resumed_at is run.run_id is None
+    assert run.config["hyperparameters"] == {"agent_0": {"group_size": 2, "lr": 1e-4}}
+    assert [iteration for iteration, _ in tracker.of("write")] == [0, 1, 2]
     rows = [values for _, values in tracker.of("write") if "agent_0/reward_mean" in values]
     assert [row["agent_0/reward_mean"] for row in rows] == [0.5, 0.5]
     best = [
@@ -84,7 +90,54 @@ def test_a_tracker_of_the_user(tmp_path: Path) -> None:
     ]
     assert best == [(0, pytest.approx(1 / 3)), (1, pytest.approx(2 / 3)), (2, 1.0)]
     assert not tracker.of("write_completions")
-    assert tracker.calls[-1] == ("close", False)
+    assert tracker.calls[-1] == ("close", "finished")
+
+
+def test_it_gets_the_values_of_all_agents_at_once(tmp_path: Path) -> None:
+    tracker, agents = Recorder(), [FakeAgent(0), FakeAgent(3)]
+    options = {"max_steps": 4, "verbose": False, "checkpoint_path": tmp_path}
+    finetune_llm_reasoning(agents, FakeGym(), trackers=[tracker], **options)
+    assert [iteration for iteration, _ in tracker.of("write")] == [0, 1, 2]
+    for _, values in tracker.of("write"):
+        assert {"agent_0/steps", "agent_3/steps"} <= values.keys()
+    ((run,),) = tracker.of("start")
+    assert run.config["hyperparameters"].keys() == {"agent_0", "agent_3"}
+
+
+def test_one_whose_class_is_a_plain_dataclass(tmp_path: Path) -> None:
+    @dataclass
+    class Unhashable(Recorder):
+        calls: list[tuple[Any, ...]] = field(default_factory=list)
+        fails_in: str = "write"
+        number: int = 2
+
+    tracker = Unhashable()
+    assert len(train(tmp_path / "r", [tracker]).learned) == 2
+    assert len(tracker.of("write")) == 2 and tracker.calls[-1] == ("close", "failed")
+
+
+def test_those_that_have_started_are_closed_when_one_cannot(tmp_path: Path) -> None:
+    class Unreachable(Recorder):
+        def start(self, run: TrackedRun) -> None:
+            raise ConnectionError("no server")
+
+    before, failing_too, after = Recorder(), Recorder("close"), Recorder()
+    with pytest.raises(ConnectionError, match="no server"):
+        train(tmp_path / "r", [before, failing_too, Unreachable(), after])
+    assert [call[0] for call in before.calls] == ["start", "close"]
+    assert before.calls[-1] == failing_too.calls[-1] == ("close", "failed")
+    assert not after.calls
+
+
+@pytest.mark.parametrize(("number", "status"), [(15, "killed"), (2, "finished")])
+def test_it_is_told_of_a_signal(number: int, status: str, tmp_path: Path) -> None:
+    tracker = Recorder()
+    agent = FakeAgent(on_learn=lambda agent: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) if number == 15 else nullcontext():
+        finetune_llm_reasoning(
+            [agent], FakeGym(), trackers=[tracker], checkpoint_path=tmp_path, verbose=False
+        )
+    assert len(agent.learned) == 1 and tracker.calls[-1] == ("close", status)
 
 
 def test_its_run_id_is_noted_and_it_is_told_of_a_crash(tmp_path: Path) -> None:
@@ -100,7 +153,7 @@ def test_its_run_id_is_noted_and_it_is_told_of_a_crash(tmp_path: Path) -> None:
         finetune_llm_reasoning(
             [FakeAgent(on_learn=crash)], FakeGym(), trackers=[tracker], max_steps=2, verbose=False
         )
-    assert tracker.calls[-1] == ("close", True)
+    assert tracker.calls[-1] == ("close", "failed")
 
 
 @pytest.mark.parametrize(
@@ -118,10 +171,12 @@ def test_one_that_fails_is_named_once_and_dropped(
         f"Recorder has failed in {method}() and gets nothing more of this run, which goes on: "
         "RuntimeError: tracker server is gone"
     )
-    assert failing.calls[-1][0] == method
     assert len(failing.of(method)) == number
-    assert other.calls[-1] == ("close", False)
-    assert len(other.of("write")) == 6
+    if method != "close":
+        assert failing.calls[-2][0] == method and failing.calls[-1] == ("close", "failed")
+    assert len(failing.of("close")) == 1
+    assert other.calls[-1] == ("close", "finished")
+    assert len(other.of("write")) == 3
     assert len((tmp_path / "r" / "metrics.csv").read_text().splitlines()) == 4
 
 
@@ -134,8 +189,8 @@ def test_one_that_waits_is_not_dropped(tmp_path: Path, caplog: pytest.LogCapture
 
     tracker = Waiting()
     train(tmp_path / "r", [tracker])
-    assert len(tracker.of("write")) == 6 and tracker.of("close")
-    assert caplog.text.count("cannot be written: TrackerWaits('no room')") == 1
+    assert len(tracker.of("write")) == 3 and tracker.of("close")
+    assert caplog.text.count("Waiting cannot write now: TrackerWaits('no room')") == 1
     assert "are lost" not in caplog.text
 
 
@@ -180,14 +235,20 @@ def test_a_wandb_run_of_the_user_is_used_and_not_finished(tmp_path: Path) -> Non
     code = """
 import warnings, wandb
 from training_fakes import FakeAgent, FakeGym
+from agilerl.training.callbacks import Callback
 from agilerl.training.train_llm import finetune_llm_reasoning
 run = wandb.init(project="mine", dir=".", settings={"silent": True}, config={"lr": 1})
 for step in range(7):
     run.log({"own": step})
+steps = []
+class Own(Callback):
+    def on_iteration(self, progress):
+        steps.append(run.step)
 with warnings.catch_warnings(record=True) as caught:
-    finetune_llm_reasoning([FakeAgent()], FakeGym(), max_steps=4, wb=True, verbose=False,
-                           wandb_kwargs={"project": "other"}, completions_interval=1,
-                           checkpoint_path="r")
+    finetune_llm_reasoning([FakeAgent(), FakeAgent(1)], FakeGym(), max_steps=4, wb=True,
+                           verbose=False, wandb_kwargs={"project": "other"},
+                           completions_interval=1, checkpoint_path="r", callbacks=[Own()])
+assert steps == [8, 9], steps  # one each for iterations 0 and 1, of both agents and their tables
 assert "wandb_kwargs and wandb_api_key have no effect" in str(caught[-1].message), caught
 assert wandb.run is run
 assert run.config["agilerl"]["environment"] == "digits" and run.config["lr"] == 1
@@ -228,6 +289,33 @@ agent = FakeAgent(on_learn=kill_core)
 finetune_llm_reasoning([agent], FakeGym(rows=20), max_steps=8, wb=True, verbose=False,
                        wandb_kwargs={"settings": {"silent": True}}, checkpoint_path="r")
 print("learned", len(agent.learned))
+
+# The next run of the program takes no part in it, and has a wandb-core of its own.
+import wandb
+ended, finish = [], wandb.Run.finish
+def noted(run, exit_code=None):
+    ended.append((run.id, exit_code))
+    finish(run, exit_code=exit_code)
+wandb.Run.finish = noted
+class Unreachable:
+    run_id = write = write_completions = close = None
+    def start(self, run):
+        raise OSError("no server")
+dead, options = wandb.run.id, {"wb": True, "verbose": False, "max_steps": 2}
+try:
+    finetune_llm_reasoning([FakeAgent()], FakeGym(), trackers=[Unreachable()], **options,
+                           wandb_kwargs={"id": "second"}, checkpoint_path="r2")
+except OSError as error:
+    print(error)
+assert wandb.run is None
+def terminate(agent):
+    os.kill(os.getpid(), signal.SIGTERM)
+try:
+    finetune_llm_reasoning([FakeAgent(on_learn=terminate)], FakeGym(), **options,
+                           wandb_kwargs={"id": "third"}, checkpoint_path="r3")
+except SystemExit as exit:
+    print("exit", exit.code)
+assert [each for each in ended if each[0] != dead] == [("second", 1), ("third", 143)], ended
 """
     result = python(code, WANDB_MODE="offline", HOME=str(tmp_path / "home"))
     assert result.returncode == 0, result.stderr
@@ -235,6 +323,9 @@ print("learned", len(agent.learned))
     (said,) = [line for line in result.stdout.splitlines() if line.startswith("ERROR")]
     assert "WandbTracker has failed in write() and gets nothing more of this run" in said
     assert "the process wandb-core, which sends" in said and "has ended" in said
+    (folder,) = re.findall("`wandb sync (.*)`", said)
+    assert list((tmp_path / folder).glob("run-*.wandb"))  # what `wandb sync` looks for
+    assert "no server" in result.stdout and "exit 143" in result.stdout
 
 
 @pytest.mark.process
@@ -288,9 +379,12 @@ run_reasoning(Path("run"), pop=make_agents(1), resume_from="run", trackers=track
     (run,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(run.info.run_id, "agent_0/reward_mean")
     logged = logged_by_trackio(tmp_path / "t" / "p.db", "agent_0/reward_mean")
-    # The row of the iteration in which the run was stopped is written again, with its evaluation.
-    assert sorted({each.step for each in history}) == [1, 2, 3, 4]
-    assert sorted({step for step, _ in logged}) == [1, 2, 3, 4]
+    # Iteration 2 again, with its evaluation: only what was new.
+    assert [each.step for each in history] == [1, 2, 3, 4]
+    assert [step for step, _ in logged] == [1, 2, 3, 4]
+    fitness = client.get_metric_history(run.info.run_id, "agent_0/fitness")
+    assert [each.step for each in fitness] == [0, 2, 4]
+    assert run.info.status == "FINISHED" and run.data.params["agent_0/beta"] == "0.001"
 
 
 @pytest.mark.process

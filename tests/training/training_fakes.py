@@ -198,6 +198,9 @@ class FakeAgent:
     def set_reference_policy(self, reference_update_tracker: int) -> None:
         self.trackers.append(reference_update_tracker)
 
+    def saved_arguments(self) -> dict[str, Any]:
+        return {"index": self.index, "group_size": self.group_size, "lr": 1e-4}
+
     def save_checkpoint(
         self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
     ) -> None:

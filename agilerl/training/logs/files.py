@@ -1,4 +1,7 @@
-"""The files that a run writes while it goes; see :class:`agilerl.training.logs.run_log.RunLog`."""
+"""The files that a run writes while it goes.
+
+See :class:`agilerl.training.logs.rank_zero_log.RankZeroLog`.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from agilerl.training.logs.files import (
 logger = logging.getLogger(__name__)
 
 
-def take_over_logs(source: Path, target: Path, state: dict[str, Any]) -> None:
+def take_over_logs(source: Path, target: Path, state: dict[str, Any]) -> dict[str, int]:
     """Give a resumed run the rows and samples up to its checkpoint.
 
     Later ones, and lines that a kill left incomplete, are left out: the run repeats them.
@@ -28,7 +28,12 @@ def take_over_logs(source: Path, target: Path, state: dict[str, Any]) -> None:
         source: Run directory of the checkpoint.
         target: Run directory of the resumed run; may be the same.
         state: The checkpoint's state.
+
+    Returns:
+        What the run had shown before, also after the checkpoint; see
+        :attr:`~agilerl.training.trackers.protocol.TrackedRun.logged`.
     """
+    shown = _last_iterations(source / METRICS_FILE)  # first: the target may be the same
     iteration = int(state["iteration"])
     # Rows whose evaluation is still due are left out: they are written again, with it.
     repeated = state["unevaluated_rows"]
@@ -52,6 +57,25 @@ def take_over_logs(source: Path, target: Path, state: dict[str, Any]) -> None:
                 missing,
                 until,
             )
+    return shown
+
+
+def _last_iterations(metrics: Path) -> dict[str, int]:
+    """The last iteration of each series that a tracker was given with the rows of a file."""
+    last: dict[str, int] = {}
+    if not metrics.exists():
+        return last
+    with metrics.open(newline="", encoding="utf-8") as file:
+        for row in filter(_whole, csv.DictReader(file)):
+            iteration, agent = int(row["iteration"]), f"agent_{row['agent']}"
+            cells = {name for name, cell in row.items() if cell}
+            series = [f"{agent}/{name}" for name in cells - {"iteration", "agent"}]
+            if "reward_mean" in cells:
+                series.append(f"completions/{agent}/training")
+            if "fitness" in cells:
+                series += ["best/fitness", "best/agent", f"completions/{agent}/evaluation"]
+            last |= dict.fromkeys(series, iteration)
+    return last
 
 
 def _copy_rows(source: Path, target: Path, until: int) -> int:

@@ -5,12 +5,19 @@ others an object is passed as ``trackers=[...]``. Each package is imported only 
 """
 
 from agilerl.training.trackers.mlflow import MLflowTracker
-from agilerl.training.trackers.protocol import CompletionTable, TrackedRun, Tracker, TrackerWaits
+from agilerl.training.trackers.protocol import (
+    CompletionTable,
+    RunStatus,
+    TrackedRun,
+    Tracker,
+    TrackerWaits,
+)
 from agilerl.training.trackers.trackio import TrackioTracker
 
 __all__ = [
     "CompletionTable",
     "MLflowTracker",
+    "RunStatus",
     "TrackedRun",
     "Tracker",
     "TrackerWaits",

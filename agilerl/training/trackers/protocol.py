@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from agilerl.training.population import Best
 from agilerl.training.protocols import Row
+
+RunStatus: TypeAlias = Literal["finished", "failed", "killed"]
+"""How a run ended: at a bound, by a callback or by Ctrl-C; with an exception; with SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,19 @@ class TrackedRun:
     """The iteration that the run is resumed after, None for a new run."""
     run_id: str | None = None
     """What the tracker's own :attr:`Tracker.run_id` was in the run that is resumed."""
+    logged: Mapping[str, int] = field(default_factory=dict)
+    """Of a run that is found again by ``run_id``: the last iteration that it has of each series,
+    and as ``completions/<table.name>`` of each table, those after the checkpoint included."""
+
+    def new_values(self, iteration: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Those that the run that is resumed does not have yet."""
+        return {
+            name: value for name, value in values.items() if iteration > self.logged.get(name, -1)
+        }
+
+    def is_new_table(self, iteration: int, table: CompletionTable) -> bool:
+        """Whether the run that is resumed does not have the table yet."""
+        return iteration > self.logged.get(f"completions/{table.name}", -1)
 
 
 @dataclass(frozen=True)
@@ -55,8 +71,9 @@ class CompletionTable:
 class Tracker(Protocol):
     """Shows series of values over iterations, and tables of completions.
 
-    One that raises, in any method but :meth:`start`, is named in the log and gets nothing more; the
-    run goes on. Only the process of rank 0 calls it.
+    One that raises, in any method but :meth:`start`, is named in the log, closed as failed, and
+    gets nothing more; the run goes on. If one cannot start, no run begins, and those that have
+    started are closed as failed. Only the process of rank 0 calls it.
     """
 
     @property
@@ -67,7 +84,9 @@ class Tracker(Protocol):
         """Begin, before anything is trained."""
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Take values by name of the series, so that they outlive a kill right after.
+        """Take an iteration's values, of all agents, by name of the series.
+
+        It comes after the iteration's tables. The values are to outlive a kill right after.
 
         Raises:
             TrackerWaits: They are kept, and written later.
@@ -76,8 +95,8 @@ class Tracker(Protocol):
     def write_completions(self, iteration: int, table: CompletionTable) -> None:
         """Take a table."""
 
-    def close(self, failed: bool) -> None:
-        """End; ``failed`` says that the run crashed."""
+    def close(self, status: RunStatus) -> None:
+        """End; ``"failed"`` also of a tracker that raised, whatever becomes of the run."""
 
 
 class TrackerWaits(OSError):

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agilerl.training.trackers.protocol import CompletionTable, TrackedRun, TrackerWaits
+from agilerl.training.trackers.protocol import (
+    CompletionTable,
+    RunStatus,
+    TrackedRun,
+    TrackerWaits,
+)
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -48,7 +53,7 @@ class TensorBoardTracker:
         if self._writer is not None:
             self._writer.add_text(f"completions/{table.name}", table.markdown(), iteration)
 
-    def close(self, failed: bool) -> None:
+    def close(self, status: RunStatus) -> None:
         """Close the event file."""
         if self._waiting:
             self._write_waiting()

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agilerl.training.trackers.protocol import CompletionTable, TrackedRun, require_package
+from agilerl.training.trackers.protocol import (
+    CompletionTable,
+    RunStatus,
+    TrackedRun,
+    require_package,
+)
 
 
 class TrackioTracker:
@@ -30,6 +35,7 @@ class TrackioTracker:
         """Begin a run, or continue that of the same name."""
         import trackio
 
+        self._tracked = run
         arguments = {
             "name": run.name if run.run_id is None else run.run_id,
             "config": dict(run.config),
@@ -42,15 +48,18 @@ class TrackioTracker:
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
         """Log an iteration's values."""
-        self._run.log(dict(values), step=iteration)
+        if new := self._tracked.new_values(iteration, values):
+            self._run.log(new, step=iteration)
 
     def write_completions(self, iteration: int, table: CompletionTable) -> None:
         """Log a table."""
         import trackio
 
+        if not self._tracked.is_new_table(iteration, table):
+            return
         logged = trackio.Table(columns=list(table.columns), data=[list(r) for r in table.rows])
         self._run.log({f"completions/{table.name}": logged}, step=iteration)
 
-    def close(self, failed: bool) -> None:
+    def close(self, status: RunStatus) -> None:
         """Finish the run."""
         self._run.finish()
