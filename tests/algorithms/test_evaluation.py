@@ -10,6 +10,7 @@ import torch
 from agent_helpers import TOKENIZER, make_agent, prompts, randomise
 from datasets import Dataset
 
+from agilerl.algorithms.core import llm_algorithm
 from agilerl.algorithms.core.evaluation import scores_of_all_ranks
 from agilerl.distributed import Ranks
 from agilerl.llm_envs import ReasoningGym, TokenObservationWrapper
@@ -54,6 +55,26 @@ def test_an_environment_of_the_users_own() -> None:
     assert rewards.dtype.name == "float32"
     assert agent.fitness == [pytest.approx(sum(lengths) / 2)]
     assert agent.steps == [agent.total_steps]
+
+
+def test_each_rank_samples_with_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise ranks with the same rows, as episodes of the same seed, would answer the same."""
+    agent, answers = randomise(make_agent()), []
+
+    class Kept(Lengths):
+        def evaluate(self, act: Act, loop: int = 1) -> Evaluation:
+            answers.append(torch.cat(act(prompts("a", "b")).completion_ids).tolist())
+            return Evaluation(torch.zeros(1))
+
+    for rank in (0, 0, 1):
+        ranks = Ranks()
+        ranks.rank = rank
+        monkeypatch.setattr(llm_algorithm, "ranks_of", lambda accelerator, ranks=ranks: ranks)
+        agent.fitness = []
+        agent.test(Kept(), samples=4)
+    first, again, other = answers
+    assert first == again
+    assert first != other
 
 
 def test_the_adapter_is_merged_once_and_nothing_else_changes() -> None:

@@ -165,6 +165,16 @@ def test_a_signal_ends_the_calls_too() -> None:
     assert (end.stopped_by, end.checkpoint) == ("SIGINT", Path("c/iteration_00000001"))
 
 
+def test_a_signal_while_the_end_is_saved() -> None:
+    record = Record()
+    agent = FakeAgent(on_save=lambda agent: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as caught:
+        train(agent, record, max_steps=4, checkpoint_steps=99)
+    assert caught.value.code == 143
+    assert record.names()[-2:] == ["checkpoint 2", "end 2"]
+    assert record._calls[-1][1].stopped_by == "SIGTERM"
+
+
 def sigterm(progress: RunProgress) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -109,16 +109,6 @@ def test_when_time_is_up_the_last_iteration_is_evaluated(
     assert [bool(row["fitness"]) for row in rows] == [True, False, True]
 
 
-def test_a_signal_while_the_end_is_saved() -> None:
-    def signalled(agent: FakeAgent) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(SystemExit) as caught:
-        train(FakeAgent(on_save=signalled), checkpoint_steps=99)
-    assert caught.value.code == 143
-    assert checkpoints_in(Path("c")) == ["iteration_00000005"]
-
-
 def test_an_end_whose_save_fails_costs_no_agents() -> None:
     def fail_once(agent: FakeAgent) -> None:
         agent.on_save = lambda agent: None

@@ -29,6 +29,7 @@ from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.vector.vector_env import SyncMultiTurnVecEnv
 from agilerl.testing import byte_tokenizer
 from agilerl.training import rank_consistency
+from agilerl.training.bounds import Bounds
 from agilerl.training.checkpoint.saver import Elite
 from agilerl.training.collectors.multiturn_collector import MultiTurnCollector
 from agilerl.training.collectors.reasoning_collector import ReasoningCollector
@@ -304,6 +305,19 @@ def test_the_strongest_signal_counts_on_all(
     else:
         assert results == [2, 2]
     assert (tmp_path / "run" / "iteration_00000002" / "run_state.json").is_file()
+
+
+@pytest.mark.parametrize(("seconds", "reached"), [((90.0, 0.0), True), ((0.0, 90.0), False)])
+def test_the_clock_of_rank_zero_ends_the_run(
+    seconds: tuple[float, float], reached: bool, tmp_path: Path
+) -> None:
+    def action(ranks: Ranks) -> bool:
+        options = TrainingOptions(max_wall_seconds=60)
+        bounds = Bounds(Population([], []), options, ranks)
+        bounds.wall_seconds = seconds[ranks.rank]
+        return bounds.reached()
+
+    assert on_two_ranks(tmp_path, action) == [reached] * 2
 
 
 class ManyBatches(FakeGym):
