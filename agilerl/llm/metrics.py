@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from agilerl.checks import warn_once
 from agilerl.distributed import Ranks, mean_and_std
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.losses import LossTerms
@@ -102,16 +103,29 @@ def batch_metrics(
     own = [float(number) for number in (tokens, rows, trained, zero_variance_groups)]
     tokens, rows, trained, equal_groups = ranks.sum(torch.tensor(own).double()).tolist()
     if not trained and ranks.rank == 0:
-        logger.warning(
-            "update skipped: %s every trajectory that has a generated token",
-            "mask_truncated_completions leaves out" if rows else "sample_mask leaves out",
-        )
+        _warn_of_nothing_to_train(masked=bool(rows))
     return {
         "advantage_mean": mean,
         "advantage_std": std if count > 1 else 0.0,
         "completion_length": tokens / rows if rows else math.nan,
         "zero_variance_groups": equal_groups,
     }
+
+
+def _warn_of_nothing_to_train(masked: bool) -> None:
+    if masked:
+        logger.warning(
+            "update skipped: mask_truncated_completions leaves out every trajectory that has a "
+            "generated token"
+        )
+        return
+    # Once: training functions say it of runs that go on like that.
+    warn_once(
+        logger,
+        "update skipped: sample_mask leaves out every trajectory that has a generated token. In a "
+        'training function that is zero_variance="skip" where no group has two different rewards, '
+        "or failures that are dropped",
+    )
 
 
 def _mean(values: list[float]) -> float:

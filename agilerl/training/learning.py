@@ -12,6 +12,7 @@ from agilerl.training.collectors.experience import (
     remedy_for_flat_rewards,
     reward_statistics,
     time_statistics,
+    zero_variance_statistics,
 )
 from agilerl.training.logs.run_log import RunLog
 from agilerl.training.options import TrainingOptions
@@ -55,7 +56,7 @@ class Learner:
         self._warn_of_no_rate(member, metrics.get("lr"), iteration)
         self._log.write_samples(iteration, agent.index, experience.few_samples)
         self._log.show_training(agent, iteration, experience)
-        return {
+        columns = {
             **reward_statistics(rewards, self._options.accuracy_threshold),
             **named_reward_statistics(experience),
             "failed_completions": float(experience.failed_completions),
@@ -63,6 +64,10 @@ class Learner:
             **experience.metrics,
             **{name: float(value) for name, value in metrics.items()},
         }
+        if self._options.zero_variance == "keep":
+            return columns
+        # Learn was given other groups than were drawn; columns are of these.
+        return columns | experience.metrics | zero_variance_statistics(experience)
 
     def _warn_of_flat_rewards(self, member: Member, experience: Experience, iteration: int) -> None:
         """Warn about iterations in which no group held two different rewards."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from agent_helpers import fixed_rollouts, make_agent, randomise, weights
 
+from agilerl import checks
 from agilerl.algorithms import CISPO, GRPO, GSPO
 
 LEFT = torch.tensor([[True, False, True, False], [False, False, True, True]])
@@ -142,7 +143,10 @@ def test_rows_that_are_left_out_are_not_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert 3 * rows < sum(run) < 4 * rows
 
 
-def test_all_left_out_is_a_skipped_update(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_left_out_is_a_skipped_update(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_warned", set())
     agent = make_agent(**settings(beta=0.1))
     before = weights(randomise(agent))
     with caplog.at_level(logging.WARNING, "agilerl"):

@@ -20,6 +20,7 @@ from agilerl.llm_envs import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.testing import tiny_model
 from agilerl.training.collectors.dynamic_sampling import DynamicSampling
+from agilerl.training.collectors.experience import zero_variance_statistics
 from agilerl.training.collectors.multiturn_collector import MultiTurnCollector
 
 EVERY = ["q_proj", "v_proj", "gate_proj", "down_proj"]
@@ -310,7 +311,7 @@ def resampled_in_parts(accelerator: Any) -> dict[str, Any]:
     result = {
         "seeds": (resets[:: agent.group_size], upcoming),
         "rewards": collected.experiences[2],
-        "metrics": collected.metrics,
+        "metrics": collected.metrics | zero_variance_statistics(collected),
         "steps": collected.steps,
         "learned": agent.learn(collected.experiences, **collected.learn_arguments),
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from training_fakes import FakeAgent, FakeGym
 from agilerl.algorithms import GRPO
 from agilerl.llm_envs import ReasoningGym
 from agilerl.training.collectors.dynamic_sampling import fill_up
-from agilerl.training.collectors.experience import Experience
+from agilerl.training.collectors.experience import Experience, zero_variance_statistics
 from agilerl.training.train_llm import finetune_llm_multiturn, finetune_llm_reasoning
 
 
@@ -100,16 +102,24 @@ def test_agents_that_share_an_environment_draw_in_turn(tmp_path: Path) -> None:
     assert learned_prompts(agents[1], 0) == [4, 6]
 
 
-def drawing_run(path: Path, **options: Any) -> list[GRPO]:
-    """Two agents on one environment, whose rewards are 0 and 1: some groups are flat."""
-    env = ReasoningGym(
+def parity(completion: str) -> float:
+    return float(len(completion) % 2)
+
+
+def real_gym(reward: Callable[..., float] = parity, batch_size: int = 2) -> ReasoningGym:
+    return ReasoningGym(
         dataset("train", 7),
         dataset("test", 3),
         TOKENIZER,
-        lambda completion: float(len(completion) % 2),
+        reward,
         [{"role": "user", "content": "{question}"}],
-        data_batch_size_per_gpu=2,
+        data_batch_size_per_gpu=batch_size,
     )
+
+
+def drawing_run(path: Path, **options: Any) -> list[GRPO]:
+    """Two agents on one environment, whose rewards are 0 and 1: some groups are flat."""
+    env = real_gym()
     settings = {"zero_variance": "resample", "max_steps": 20, "keep_checkpoints": 99} | options
     return run_reasoning(path, env=env, pop=make_agents(optimizer=torch.optim.Adagrad), **settings)
 
@@ -124,6 +134,49 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path: Path) ->
     start, elite = whole / "iteration_00000001", other / "elite"
     resumed = everything(other, drawing_run(other, resume_from=start, elite_path=elite))
     assert set(differences(resumed, expected)) <= {"elite"}
+
+
+def one_agent_run(path: Path, env: ReasoningGym, **options: Any) -> list[dict[str, str]]:
+    """Rows of its iterations, of one optimizer step each."""
+    seed_all()
+    sizes = {"batch_size": 12, "update_epochs": 1, "beta": 0.0}
+    run_reasoning(path, env=env, pop=make_agents(1, **sizes), **options)
+    return [row for row in rows_of(path) if row["reward_mean"]]
+
+
+@pytest.mark.parametrize("zero_variance", ["skip", "resample"])
+def test_where_no_group_of_a_real_agent_varies(
+    zero_variance: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"zero_variance": zero_variance, "max_resamples": 1, "max_steps": 8}
+    with caplog.at_level(logging.WARNING, "agilerl"):
+        rows = one_agent_run(tmp_path, real_gym(lambda completion: 1.0), **options)
+    steps = [0, *(int(row["steps"]) for row in rows)]
+    assert len(rows) > 2
+    for row, before, now in zip(rows, steps[:-1], steps[1:], strict=True):
+        assert float(row["zero_variance_share"]) == 1.0
+        assert float(row["zero_variance_groups"]) == now - before
+        assert float(row["completion_length"]) > 1
+        assert float(row["grad_norm"]) == 0.0
+    assert sum("update skipped" in record.message for record in caplog.records) <= 1
+
+
+def test_a_real_agent_learns_from_the_groups_that_are_left_alone(tmp_path: Path) -> None:
+    def reward(completion: str, question: str) -> float:
+        return 1.0 if question in ("train0?", "train1?", "train2?") else len(completion) / 8
+
+    rows = {}
+    for zero_variance in ("keep", "skip"):
+        options: dict[str, Any] = {"zero_variance": zero_variance, "max_steps": 4}
+        (rows[zero_variance],) = one_agent_run(
+            tmp_path / zero_variance, real_gym(reward, 4), **options
+        )
+    flat = float(rows["keep"]["zero_variance_groups"])
+    assert flat in (1.0, 2.0, 3.0)
+    for name in ("zero_variance_groups", "completion_length", "reward_mean", "entropy"):
+        assert float(rows["skip"][name]) == pytest.approx(float(rows["keep"][name])), name
+    found, kept = (float(rows[name]["grad_norm"]) for name in ("skip", "keep"))
+    assert found == pytest.approx(kept * 4 / (4 - flat), rel=1e-4)
 
 
 def experience(rewards: list[list[float]], **changes: Any) -> Experience:
@@ -141,6 +194,17 @@ def experience(rewards: list[list[float]], **changes: Any) -> Experience:
     ids, masks, _ = settings["experiences"]
     settings["experiences"] = (ids, masks, settings["rewards"])
     return Experience(**settings)
+
+
+def test_a_single_scored_answer_is_no_group_without_variance() -> None:
+    """Of four groups one is flat, one has variance, one a single answer, and one none."""
+    kept = torch.tensor([[True, True], [True, True], [True, False], [False, False]])
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    drawn = experience(rewards.tolist(), sample_mask=kept)
+    found = zero_variance_statistics(drawn)
+    assert found == {"zero_variance_groups": 1.0, "zero_variance_share": 0.5}
+    nothing = zero_variance_statistics(replace(drawn, sample_mask=torch.zeros_like(kept)))
+    assert nothing["zero_variance_groups"] == 0.0 and math.isnan(nothing["zero_variance_share"])
 
 
 def test_what_belongs_to_a_group_goes_with_it() -> None:

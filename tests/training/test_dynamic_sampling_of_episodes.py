@@ -196,7 +196,7 @@ def test_the_credit_assignment_says_which_groups_vary(
             return began
 
     agent = make_agent(advantage_granularity=credit, group_size=3, batch_size=6)
-    (row,), _ = train(
+    (row,), ((experiences, given),) = train(
         agent,
         pay,
         zero_variance="resample",
@@ -205,8 +205,10 @@ def test_the_credit_assignment_says_which_groups_vary(
     assert row["resamples"] == resamples
     varies = resamples == "0.0"
     assert float(row["zero_variance_share"]) == (0.0 if varies else 1.0)
-    # What learn itself finds.
-    assert float(row["zero_variance_groups"]) == (0.0 if varies else 2.0)
+    assert float(row["zero_variance_groups"]) == (0.0 if varies else 8.0), "of all that was drawn"
+    # What learn itself finds of those that it is given.
+    metrics = agent.learn(experiences, **given)
+    assert metrics["zero_variance_groups"] == (0.0 if varies else 2.0)
     assert (float(row["grad_norm"]) > 0) == varies
     assert (float(row["advantage_std"]) > 0) == varies
 

@@ -83,7 +83,7 @@ def skip_flat_groups(experience: Experience) -> Experience:
     return replace(
         experience,
         learn_arguments={**experience.learn_arguments, "sample_mask": kept},
-        metrics=experience.metrics | _flat_share(experience),
+        metrics=experience.metrics | _length_statistics(experience),
     )
 
 
@@ -96,7 +96,9 @@ def fill_up(drawn: Sequence[Experience]) -> Experience:
     Args:
         drawn: What was collected, batch by batch.
     """
-    whole = together(drawn)
+    whole = together(
+        [replace(each, metrics=each.metrics | _length_statistics(each)) for each in drawn]
+    )
     groups = [(each, p) for each in drawn for p in range(len(each.rewards))]
     varies = whole.varies.tolist()
     # Sorted stably: those with variance first.
@@ -107,15 +109,20 @@ def fill_up(drawn: Sequence[Experience]) -> Experience:
         whole,
         experiences=experiences,
         learn_arguments=learn_arguments,
-        metrics=whole.metrics | _flat_share(whole) | {"resamples": float(len(drawn) - 1)},
+        metrics=whole.metrics | {"resamples": float(len(drawn) - 1)},
         generation_seconds=sum(each.generation_seconds for each in drawn),
         environment_seconds=sum(each.environment_seconds for each in drawn),
         samples=drawn[0].samples,
     )
 
 
-def _flat_share(experience: Experience) -> dict[str, float]:
-    return {"zero_variance_share": 1.0 - float(experience.varies.float().mean())}
+def _length_statistics(experience: Experience) -> dict[str, float]:
+    """Mean generated tokens per row, of which ``learn`` sees a part only; ``{}`` without any."""
+    lengths = torch.cat([mask.sum(1) for mask in experience.experiences[1]]).cpu()
+    trajectory_ids = experience.learn_arguments.get("trajectory_ids")
+    kept = experience.kept.reshape(-1)
+    counted = lengths[(lengths > 0) & (kept if trajectory_ids is None else kept[trajectory_ids])]
+    return {"completion_length": float(counted.float().mean())} if len(counted) else {}
 
 
 @dataclass(frozen=True)

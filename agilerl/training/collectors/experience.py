@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -202,6 +203,18 @@ def named_reward_statistics(experience: Experience) -> dict[str, float]:
             statistics[f"rewards/{name}/mean"] = float(numbers.mean())
             statistics[f"rewards/{name}/std"] = float(numbers.std(correction=0))
     return statistics
+
+
+def zero_variance_statistics(experience: Experience) -> dict[str, float]:
+    """How many groups' advantages are all 0, and which share of those that could have some.
+
+    A group with fewer than two completions that count has nothing to be compared with, and is
+    neither.
+    """
+    compared = experience.kept.sum(1) > 1
+    flat, total = int((compared & ~experience.varies).sum()), int(compared.sum())
+    share = flat / total if total else math.nan
+    return {"zero_variance_groups": float(flat), "zero_variance_share": share}
 
 
 def truncation_statistics(truncated: torch.Tensor | None, kept: torch.Tensor) -> dict[str, float]:
