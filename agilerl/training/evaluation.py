@@ -105,6 +105,16 @@ class Evaluated:
     sets: list[str] = field(default_factory=list)
     final_answers: list[str | None] = field(default_factory=list)
 
+    def of_set(self, name: str) -> Evaluated:
+        """Those of a test set."""
+        kept = [i for i, each in enumerate(self.sets) if each == name]
+        return Evaluated(
+            self.rewards[torch.tensor(kept)],
+            [self.rows[i] for i in kept] if self.rows else [],
+            [name] * len(kept),
+            [self.final_answers[i] for i in kept] if self.final_answers else [],
+        )
+
 
 def evaluate_members(
     members: Sequence[Member],
@@ -170,9 +180,10 @@ def evaluation_statistics(
 ) -> dict[str, float]:
     """Columns of an evaluation besides its fitness.
 
-    Those of several samples are over the rows that have all of them: with fewer answers a row has
-    no pass@k, and a mean over other rows for every k would not rise with k. Without such a row they
-    are nan.
+    Where test sets have names each has columns of its own, such as ``fitness/hard`` and
+    ``pass@8/hard``. Those of several samples are over the rows that have all of them: with fewer
+    answers a row has no pass@k, and a mean over other rows for every k would not rise with k.
+    Without such a row they are nan.
 
     Args:
         answers: Of all ranks.
@@ -182,17 +193,27 @@ def evaluation_statistics(
     Raises:
         ValueError: ``samples`` are asked for, but the environment does not say of which rows.
     """
-    columns = {"eval_accuracy": accuracy(answers.rewards, accuracy_threshold)}
-    for name in dict.fromkeys(answers.sets):
-        of_set = [each == name for each in answers.sets]
-        columns[f"fitness/{name}"] = float(answers.rewards[torch.tensor(of_set)].mean())
-    if samples is None:
-        return columns
     require(
-        len(answers.rows) == len(answers.rewards),
+        samples is None or len(answers.rows) == len(answers.rewards),
         "evaluation_samples needs to know which answers are of the same row, and the Evaluation "
         "that the environment returned does not say: have it fill in rows",
     )
+    columns = _right_answer_columns(answers, accuracy_threshold, samples)
+    for name in dict.fromkeys(answers.sets):
+        of_set = answers.of_set(name)
+        columns[f"fitness/{name}"] = float(of_set.rewards.mean())
+        of_set_columns = _right_answer_columns(of_set, accuracy_threshold, samples)
+        columns |= {f"{column}/{name}": value for column, value in of_set_columns.items()}
+    return columns
+
+
+def _right_answer_columns(
+    answers: Evaluated, accuracy_threshold: float, samples: int | None
+) -> dict[str, float]:
+    """Columns of right answers, of all test sets or of one."""
+    columns = {"eval_accuracy": accuracy(answers.rewards, accuracy_threshold)}
+    if samples is None:
+        return columns
     right = right_answers(answers.rewards, accuracy_threshold).tolist()
     complete = [of_row for of_row in _answers_of_rows(answers) if len(of_row) >= samples]
     counts = [(len(of_row), sum(right[i] for i in of_row)) for of_row in complete]

@@ -32,8 +32,9 @@ WHERE = {name: row[-1] for row in TABLE for name in re.findall(r"`([^`]+)`", row
 
 def as_on_the_page(columns: Iterable[str]) -> set[str]:
     """The columns, with the page's placeholders for names and numbers."""
-    named = (re.sub(r"^(rewards|fitness)/[^/]+", r"\1/<name>", column) for column in columns)
-    return {re.sub(r"@\d+$", "@k", column) for column in named}
+    pattern = r"^(rewards|fitness|eval_accuracy|\w+@\d+)/[^/]+"
+    named = (re.sub(pattern, r"\1/<name>", column) for column in columns)
+    return {re.sub(r"@\d+", "@k", column) for column in named}
 
 
 def columns_of(run: Path) -> set[str]:

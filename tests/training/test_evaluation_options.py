@@ -19,6 +19,7 @@ from training_fakes import FakeAgent, FakeGym
 from agilerl.algorithms.core.evaluation import EvaluationStopped
 from agilerl.distributed import Ranks
 from agilerl.llm_envs import ReasoningGym
+from agilerl.training.callbacks import StopAtFitness
 from agilerl.training.evaluation import (
     Evaluated,
     evaluate_members,
@@ -115,11 +116,19 @@ def test_statistics_by_hand() -> None:
     assert evaluation_statistics(answers, 1.0, 2) == pytest.approx(
         {
             "eval_accuracy": 3 / 5,
-            "fitness/a": 0.75,
-            "fitness/b": 2 / 3,
             "avg@2": (1 / 2 + 1) / 2,
             "pass@2": (1 + 1) / 2,
             "maj@2": 1.0,
+            "fitness/a": 0.75,
+            "eval_accuracy/a": 1 / 2,
+            "avg@2/a": 1 / 2,
+            "pass@2/a": 1.0,
+            "maj@2/a": 1.0,
+            "fitness/b": 2 / 3,
+            "eval_accuracy/b": 2 / 3,
+            "avg@2/b": 1.0,
+            "pass@2/b": 1.0,
+            "maj@2/b": 1.0,
         }
     )
     plain = evaluation_statistics(Evaluated(torch.tensor([0.5, 0.0])), 0.5, None)
@@ -219,6 +228,9 @@ def test_columns_of_a_run(tmp_path: Path) -> None:
         of_sets = [float(row["fitness/easy"]), float(row["fitness/hard"])]
         assert float(row["fitness"]) == pytest.approx((3 * of_sets[0] + 5 * of_sets[1]) / 8)
         assert float(row["fitness"]) == fitness
+        of_sets = [float(row[f"eval_accuracy/{name}"]) for name in SETS]
+        right = (3 * of_sets[0] + 5 * of_sets[1]) / 8
+        assert float(row["eval_accuracy"]) == pytest.approx(right)
         assert not [name for name in row if "@" in name]
 
 
@@ -236,8 +248,18 @@ def test_a_sampled_evaluation(tmp_path: Path) -> None:
         assert found == sorted(found)
         assert found[0] == pytest.approx(float(row["eval_accuracy"]))
         assert 0 <= float(row["maj@4"]) <= float(row["pass@4"])
+        for name in ("avg@4", "pass@2", "pass@4", "maj@4"):  # 3 easy rows and 5 hard ones
+            of_sets = [float(row[f"{name}/{each}"]) for each in SETS]
+            whole = (3 * of_sets[0] + 5 * of_sets[1]) / 8
+            assert float(row[name]) == pytest.approx(whole)
     # Hardly trained in between: what differs is what was sampled.
     assert len({row["fitness"] for row in table}) == len(table) == 4
+
+
+def test_a_test_set_ends_a_run(tmp_path: Path) -> None:
+    stop = StopAtFitness(0.0, metric="pass@4/hard")
+    (agent,) = finetune(tmp_path, evaluation_samples=4, callbacks=[stop])
+    assert len(agent.scores) == 0
 
 
 def test_rows_that_lost_answers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
