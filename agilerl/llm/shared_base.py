@@ -24,6 +24,7 @@ from agilerl.llm import adapters
 from agilerl.llm.causal_lm import check_head
 from agilerl.llm.engine.partition_checks import check_every_layer_runs
 from agilerl.llm.forward import remove_recomputation, supports_shared_prefixes
+from agilerl.llm.lora_linear import run_in_place
 
 if TYPE_CHECKING:
     from agilerl.llm.engine.partitioned_base import PartitionedBase
@@ -198,6 +199,8 @@ class SharedBase:
                 raise
         # New layers come in training mode: dropout would make the ratio differ from 1.
         self.peft.eval()
+        if self.partition is None:  # its weights come and go with the modules' own forwards
+            run_in_place(self.peft)
         self._active = None
         if self.partition is not None:
             try:  # again, as PEFT rewrites a config that targets experts
