@@ -87,7 +87,7 @@ class MLflowTracker:
 
     def close(self, status: RunStatus) -> None:
         """End the run, unless it is the program's own."""
-        if self._is_ours:
+        if self._is_ours and self._run_id is not None:
             self._client.set_terminated(self._run_id, status.upper())
 
     def _log_hyperparameters(self, run: TrackedRun) -> None:

@@ -72,8 +72,8 @@ class Tracker(Protocol):
     """Shows series of values over iterations, and tables of completions.
 
     One that raises, in any method but :meth:`start`, is named in the log, closed as failed, and
-    gets nothing more; the run goes on. If one cannot start, no run begins, and those that have
-    started are closed as failed. Only the process of rank 0 calls it.
+    gets nothing more; the run goes on. If one cannot start, no run begins, and it and those that
+    have started are closed as failed. Only the process of rank 0 calls it.
     """
 
     @property

@@ -28,7 +28,7 @@ class TrackerSet:
         run_ids: Of a run that is resumed: what their ``run_id`` was, by key.
 
     Raises:
-        Exception: What a tracker's ``start`` raised; those that had started are closed.
+        Exception: What a tracker's ``start`` raised; it and those before it are closed.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class TrackerSet:
             for key, tracker in trackers.items():
                 run_id = run_ids.get(key)
                 logged = {} if run_id is None else run.logged
+                started.callback(_close_quietly, tracker)  # also where it got half way
                 tracker.start(replace(run, run_id=run_id, logged=logged))
-                started.callback(_close_quietly, tracker)
             started.pop_all()
         self.run_ids = {key: tracker.run_id for key, tracker in trackers.items()}
         """What finds the trackers' runs again, by key."""

@@ -62,4 +62,5 @@ class TrackioTracker:
 
     def close(self, status: RunStatus) -> None:
         """Finish the run."""
-        self._run.finish()
+        if self._run is not None:
+            self._run.finish()

@@ -92,7 +92,7 @@ class WandbTracker:
         try:
             if self._tables:  # of an iteration that failed
                 self.write(self._iteration, {})
-            if self._is_ours:
+            if self._is_ours and self._run is not None:
                 with self._process_of_wandb():
                     self._run.finish(exit_code=EXIT_CODES[status])
         except ConnectionError:
