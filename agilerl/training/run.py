@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.distributed import Ranks
+from agilerl.training.callbacks.runner import CallbackRunner
 from agilerl.training.checkpoint.run_checkpoint import (
     RunCheckpoint,
     find_checkpoint,
@@ -60,7 +61,7 @@ def run_training(
     ranks = Ranks() if ranks is None else ranks
     agents = population.agents
     check_same_options(population, options, ranks)
-    ranks.on_all_ranks(lambda: _check_states(population, options))
+    _check_states(population, options, ranks)
     check_same_data(population, ranks)
     resume_from, found = options.resume_from, None
     if resume_from is not None:
@@ -111,12 +112,17 @@ def _warn_of_unused_rows(options: TrainingOptions) -> None:
     )
 
 
-def _check_states(population: Population, options: TrainingOptions) -> None:
+def _check_states(population: Population, options: TrainingOptions, ranks: Ranks) -> None:
     """Before anything is trained: a state that cannot be saved would cost the first checkpoint."""
-    for callback in options.callbacks or ():
-        check_plain(callback.state_dict(), f"state_dict() of {type(callback).__name__}")
-    for collector in population.collectors:
-        check_plain(collector.state_dict(), "state_dict() of the environment")
+    callbacks = CallbackRunner(options.callbacks or (), ranks)
+    callbacks.state_dict()
+    callbacks.raise_state_error()
+
+    def check_environments() -> None:
+        for collector in population.collectors:
+            check_plain(collector.state_dict(), "state_dict() of the environment")
+
+    ranks.on_all_ranks(check_environments)
 
 
 def _name_of_run(

@@ -151,6 +151,16 @@ def test_a_callback_ends_the_run(
     assert message in capsys.readouterr().out
 
 
+def test_what_was_said_first_counts() -> None:
+    def stop_twice(progress: RunProgress) -> None:
+        progress.stop("first")
+        progress.stop("second")
+
+    record = Record()
+    train(FakeAgent(), At("on_iteration", 1, stop_twice), At("on_iteration", 1, stop), record)
+    assert record._calls[-1][1].stopped_by == "At: first"
+
+
 def test_a_run_is_ended_before_it_begins() -> None:
     agent = train(FakeAgent(), At("on_start", 0, stop))
     assert (len(agent.learned), len(agent.fitness)) == (0, 1)
@@ -512,15 +522,18 @@ def test_bad_callbacks(callbacks: Any, message: str) -> None:
     assert not Path("runs").exists()
 
 
-def test_a_state_that_cannot_be_saved_is_refused_before_training() -> None:
-    class Stateful(Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"file": Path("x")}
-
-    agent = FakeAgent()
-    with pytest.raises(TypeError, match=r"state_dict\(\) of Stateful.file is PosixPath"):
-        train(agent, Stateful())
-    assert not agent.learned
+@pytest.mark.parametrize(("bad", "error"), [(lambda: Path("x"), TypeError), (raising, OSError)])
+def test_a_state_that_cannot_be_saved_is_refused_before_training(
+    bad: Callable[[], Any], error: type[Exception]
+) -> None:
+    callback, agent = BadState(bad, stop), FakeAgent()
+    callback._count = 3
+    with pytest.raises(error) as caught:
+        train(agent, callback)
+    assert caught.value.__notes__[0] == "It was raised by state_dict of the callback BadState()."
+    assert not (agent.learned or agent.fitness)
+    if error is TypeError:
+        assert "state_dict() of BadState.count is PosixPath" in str(caught.value)
 
 
 class Count(Callback):
