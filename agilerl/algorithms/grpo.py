@@ -9,24 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from agilerl.algorithms.core.grpo_arguments import GRPOArguments
-from agilerl.algorithms.core.learn_inputs import (
-    add_sampling_logps,
-    check_sample_mask,
-    check_trajectory_ids,
-    check_truncated,
-    require_sampling_logps,
-    shape_rewards,
-)
+from agilerl.algorithms.core.learn_inputs import LearnInputs, training_batch
 from agilerl.algorithms.core.llm_algorithm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.checks import require, warn
 from agilerl.distributed import ranks_of
-from agilerl.llm.advantages import (
-    compute_advantages,
-    credited_turns,
-    zero_variance_groups,
-)
-from agilerl.llm.batch import TrainBatch, make_batch
 from agilerl.llm.config import (
     AdvNorm,
     Baseline,
@@ -339,46 +326,12 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             NonFiniteUpdateError: If three optimizer steps in a row had a non-finite loss or
                 gradient.
         """
-        completion_ids, action_masks, rewards = experiences
-        if self.policy.base.in_rollout:
-            raise RuntimeError("learn was called within agent.rollout(); leave that first")
-        require(
-            turn_ids is not None or self.loss_config().ratio_level != "turn",
-            "turn_ids is None, but importance_sampling_level is 'turn'; pass the turn of each "
-            "action to learn()",
-        )
-        require(
-            self.wrap or ranks_of(self.accelerator).world_size == 1,
-            "this agent is not wrapped, so each process would learn on its own; call "
-            "agent.wrap_models() on all of them first",
-            RuntimeError,
+        self._require_ready(turn_ids)
+        given = LearnInputs(
+            experiences, turn_ids, sampling_logps, trajectory_ids, sample_mask, truncated
         )
         ranks = self.engine.ranks
-        may_lack_actions = ranks.world_size > 1 or sample_mask is not None
-        batch = make_batch(
-            completion_ids, action_masks, turn_ids, may_lack_actions=may_lack_actions
-        )
-        batch = self._with_rows(batch, sampling_logps, trajectory_ids).to(self.policy.device)
-        trajectories = int(batch.trajectory_of_row.max()) + 1
-        kept = check_sample_mask(sample_mask, trajectories, self.group_size).to(batch.device)
-        returns = shape_rewards(rewards, trajectories, self.group_size, kept).to(batch.device)
-        credit = self.advantage_config(), batch.turn_ids, batch.trajectory_ids
-        cut_off = self._masked(truncated, trajectories).to(batch.device)
-        advantages, counted = compute_advantages(
-            returns, batch.action_mask, *credit, ranks, kept, cut_off
-        )
-        turns = credited_turns(returns, batch.action_mask, *credit)
-        equal_groups = zero_variance_groups(returns, self.group_size, kept, turns)
-        batch = replace(
-            batch,
-            advantages=advantages,
-            loss_mask=counted & ~cut_off[batch.trajectory_of_row][:, None],
-            denominator_mask=counted,
-        )
-        if self.importance_anchor == "sampler":
-            require_sampling_logps(batch, ranks)
-        batch = batch.of_trajectories(kept)
-
+        batch, equal_groups = training_batch(given, self.batch_config(), ranks, self.policy.device)
         self.engine.set_lr(list(self.learning_rates().values()))
         self.engine.set_adamw(self.optimizer_settings())
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -406,27 +359,17 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         wanted = correct or self.importance_anchor == "sampler"
         return replace(super().sampling_config(training), return_logps=training and wanted)
 
-    def _masked(self, truncated: Any, trajectories: int) -> torch.Tensor:
-        """``(N,)`` bool: the trajectories that ``mask_truncated_completions`` masks."""
-        if not self.mask_truncated_completions:
-            return torch.zeros(trajectories, dtype=torch.bool)
-        return check_truncated(truncated, trajectories, self.group_size)
-
-    def _with_rows(
-        self,
-        batch: TrainBatch,
-        sampling_logps: Sequence[torch.Tensor | None] | None,
-        trajectory_ids: Sequence[int] | torch.Tensor | None,
-    ) -> TrainBatch:
-        """The batch with what :meth:`learn` is given per row; see there."""
-        if trajectory_ids is not None:
-            batch = replace(batch, trajectory_ids=check_trajectory_ids(trajectory_ids, len(batch)))
-        if self.loss_reduction == "prompt":
-            batch = replace(batch, group_ids=batch.trajectory_of_row // self.group_size)
-        if self.vllm_importance_sampling_correction or self.importance_anchor == "sampler":
-            rows = [None] * len(batch) if sampling_logps is None else sampling_logps
-            # Where the sampler of any rank reported some, all ranks correct, others by a weight of
-            # 1: the means of the weights are over all rows.
-            if any(self.engine.ranks.gather(any(row is not None for row in rows))):
-                batch = add_sampling_logps(batch, rows)
-        return batch
+    def _require_ready(self, turn_ids: Any) -> None:
+        if self.policy.base.in_rollout:
+            raise RuntimeError("learn was called within agent.rollout(); leave that first")
+        require(
+            turn_ids is not None or self.loss_config().ratio_level != "turn",
+            "turn_ids is None, but importance_sampling_level is 'turn'; pass the turn of each "
+            "action to learn()",
+        )
+        require(
+            self.wrap or ranks_of(self.accelerator).world_size == 1,
+            "this agent is not wrapped, so each process would learn on its own; call "
+            "agent.wrap_models() on all of them first",
+            RuntimeError,
+        )

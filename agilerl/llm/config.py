@@ -123,6 +123,21 @@ class AdvantageConfig:
 
 
 @dataclass(frozen=True)
+class BatchConfig:
+    """What ``learn`` reads of its arguments."""
+
+    advantages: AdvantageConfig
+    reads_sampling_logps: bool = True
+    """Whether the sampler's log-probs are used where they are given."""
+    needs_sampling_logps: bool = False
+    """Whether they must be given of every trajectory that is trained."""
+    needs_group_ids: bool = False
+    """Whether the loss reads which rows are of one group."""
+    masks_truncated: bool = False
+    """Whether trajectories that were cut off are masked out of the loss."""
+
+
+@dataclass(frozen=True)
 class LossConfig:
     """The objective and its settings."""
 

@@ -157,3 +157,11 @@ def test_a_wide_cap_of_a_geometric_mean_is_warned_of(caplog: pytest.LogCaptureFi
     assert warned(importance_correction="geometric_mask", vllm_importance_sampling_cap=1.75)
     assert not warned(importance_correction="geometric_mask", vllm_importance_sampling_cap=1.01)
     assert not warned(importance_correction="token_mask", vllm_importance_sampling_cap=1.75)
+
+
+def test_equal_rewards_still_teach_entropy() -> None:
+    rewards = torch.ones(2, 4)
+    plain, _ = trained(beta=0.0, rewards=rewards, lr=1e-3)
+    bonus, metrics = trained(beta=0.0, entropy_coef=0.1, rewards=rewards, lr=1e-3)
+    assert metrics["grad_norm"] > 0.0
+    assert not torch.equal(bonus, plain)

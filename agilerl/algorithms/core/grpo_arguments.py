@@ -15,6 +15,7 @@ from agilerl.llm.config import (
     AdvantageConfig,
     AdvNorm,
     Baseline,
+    BatchConfig,
     ImportanceAnchor,
     ImportanceCorrection,
     LossConfig,
@@ -115,6 +116,17 @@ class GRPOArguments(LLMArguments):
             filter_zero=self.filter_zero_adv,
             filter_eps=self.adv_filter_eps,
             baseline=self.advantage_baseline,
+        )
+
+    def batch_config(self) -> BatchConfig:
+        """What ``learn`` reads of its arguments, from the attributes as they are now."""
+        against_sampler = self.importance_anchor == "sampler"
+        return BatchConfig(
+            advantages=self.advantage_config(),
+            reads_sampling_logps=self.vllm_importance_sampling_correction or against_sampler,
+            needs_sampling_logps=against_sampler,
+            needs_group_ids=self.update_config().reduction == "prompt",
+            masks_truncated=self.mask_truncated_completions,
         )
 
     def loss_config(self) -> LossConfig:

@@ -1,16 +1,96 @@
-"""Checks and shapes of what ``learn`` is given."""
+"""What ``learn`` is given: its checks and shapes, and the batch that is made of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from agilerl.checks import require, shorten
 from agilerl.distributed import Ranks
-from agilerl.llm.batch import TrainBatch
+from agilerl.llm.advantages import compute_advantages, credited_turns, zero_variance_groups
+from agilerl.llm.batch import TrainBatch, make_batch
+from agilerl.llm.config import BatchConfig
+from agilerl.typing import ExperiencesType
+
+
+@dataclass(frozen=True)
+class LearnInputs:
+    """The arguments of :meth:`agilerl.algorithms.GRPO.learn`; see there."""
+
+    experiences: ExperiencesType
+    turn_ids: Sequence[torch.Tensor] | torch.Tensor | None = None
+    sampling_logps: Sequence[torch.Tensor | None] | None = None
+    trajectory_ids: Sequence[int] | torch.Tensor | None = None
+    sample_mask: torch.Tensor | Sequence[Any] | None = None
+    truncated: torch.Tensor | Sequence[Any] | None = None
+
+
+def training_batch(
+    given: LearnInputs, config: BatchConfig, ranks: Ranks, device: torch.device
+) -> tuple[TrainBatch, int]:
+    """The batch that an update is made on, and the number of its groups without variance.
+
+    Args:
+        given: This rank's part.
+        config: What of it is read, and how rewards become advantages.
+        ranks: The processes that train together, which must all call this.
+        device: Where the batch shall be.
+
+    Raises:
+        TypeError: If ``sample_mask`` or ``truncated`` is not of True and False.
+        ValueError: If shapes disagree, groups are incomplete, a reward is not finite, or something
+            is needed and None.
+    """
+    completion_ids, action_masks, rewards = given.experiences
+    may_lack_actions = ranks.world_size > 1 or given.sample_mask is not None
+    batch = make_batch(
+        completion_ids, action_masks, given.turn_ids, may_lack_actions=may_lack_actions
+    )
+    batch = _with_rows(batch, given, config, ranks).to(device)
+    trajectories, group_size = int(batch.trajectory_of_row.max()) + 1, config.advantages.group_size
+    kept = check_sample_mask(given.sample_mask, trajectories, group_size).to(device)
+    cut_off = torch.zeros_like(kept)
+    if config.masks_truncated:
+        cut_off = check_truncated(given.truncated, trajectories, group_size).to(device)
+    returns = shape_rewards(rewards, trajectories, group_size, kept).to(device)
+    credit = config.advantages, batch.turn_ids, batch.trajectory_ids
+    advantages, counted = compute_advantages(
+        returns, batch.action_mask, *credit, ranks, kept, cut_off
+    )
+    turns = credited_turns(returns, batch.action_mask, *credit)
+    batch = replace(
+        batch,
+        advantages=advantages,
+        loss_mask=counted & ~cut_off[batch.trajectory_of_row][:, None],
+        denominator_mask=counted,
+    )
+    if config.needs_sampling_logps:
+        require_sampling_logps(batch, ranks)
+    equal_groups = zero_variance_groups(returns, group_size, kept, turns)
+    return batch.of_trajectories(kept), equal_groups
+
+
+def _with_rows(
+    batch: TrainBatch, given: LearnInputs, config: BatchConfig, ranks: Ranks
+) -> TrainBatch:
+    """The batch with what is given per row, on the device that the rows came from."""
+    if given.trajectory_ids is not None:
+        ids = check_trajectory_ids(given.trajectory_ids, len(batch))
+        batch = replace(batch, trajectory_ids=ids)
+    if config.needs_group_ids:
+        groups = batch.trajectory_of_row // config.advantages.group_size
+        batch = replace(batch, group_ids=groups)
+    if config.reads_sampling_logps:
+        logps = given.sampling_logps
+        rows = [None] * len(batch) if logps is None else logps
+        # Where the sampler of any rank reported some, all ranks correct, others by a weight of 1:
+        # the means of the weights are over all rows.
+        if any(ranks.gather(any(row is not None for row in rows))):
+            batch = add_sampling_logps(batch, rows)
+    return batch
 
 
 def check_sample_mask(sample_mask: Any, trajectories: int, group_size: int) -> torch.Tensor:
