@@ -49,8 +49,13 @@ def test_all_columns_of_a_run_of_one_turn(tmp_path: Path) -> None:
     found = header(tmp_path)
     assert tuple(found[: len(COLUMNS)]) == COLUMNS
     rewards = {f"rewards/{name}/{what}" for name in ("long", "odd") for what in ("mean", "std")}
-    sets = {"fitness/easy", "fitness/hard"}
-    assert {*found} == {*COLUMNS} | ALWAYS | RESAMPLED | SAMPLED | {"maj@2"} | rewards | sets
+    evaluated = SAMPLED | {"maj@2"}
+    sets = {
+        f"{name}/{test_set}"
+        for name in {"fitness", "eval_accuracy"} | evaluated
+        for test_set in ("easy", "hard")
+    }
+    assert {*found} == {*COLUMNS} | ALWAYS | RESAMPLED | evaluated | rewards | sets
 
 
 def test_all_columns_of_a_run_of_several_turns(tmp_path: Path) -> None:
