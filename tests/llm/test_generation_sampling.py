@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from agilerl.llm.config import SamplingConfig
-from agilerl.llm.generation.sampling import next_tokens, penalise
+from agilerl.llm.generation.sampling import _most_likely, next_tokens, penalise
 
 
 def config(**settings: object) -> SamplingConfig:
@@ -34,7 +34,7 @@ def drawn_distribution(
 ) -> torch.Tensor:
     """The distribution drawn from one row of logits, by uniforms on a regular grid."""
     uniforms = (torch.arange(points) + 0.5) / points
-    tokens = next_tokens(logits.expand(points, -1).clone(), uniforms, sampling)
+    tokens = next_tokens(logits.expand(points, -1).clone(), uniforms, sampling).tokens
     return torch.bincount(tokens, minlength=logits.numel()).double() / points
 
 
@@ -92,7 +92,9 @@ def test_a_flat_row_costs_the_others_nothing(
     logits[5] = 0.0
     logits[9] *= 0.02
     uniforms, sampling = torch.rand(64, generator=rng), config(**settings)
-    alone = [next_tokens(logits[i : i + 1], uniforms[i : i + 1], sampling) for i in range(64)]
+    alone = [
+        next_tokens(logits[i : i + 1], uniforms[i : i + 1], sampling).tokens for i in range(64)
+    ]
     searched: list[tuple[int, int]] = []
     topk = torch.Tensor.topk
 
@@ -101,7 +103,7 @@ def test_a_flat_row_costs_the_others_nothing(
         return topk(self, k, dim=dim)
 
     monkeypatch.setattr(torch.Tensor, "topk", recording)
-    together = next_tokens(logits, uniforms, sampling)
+    together = next_tokens(logits, uniforms, sampling).tokens
     assert torch.equal(together, torch.cat(alone))
     assert searched == [(64, 512), (2, 4096), (2, 20_000)]
 
@@ -113,22 +115,20 @@ def test_the_ends_of_the_unit_interval_never_hit_an_impossible_token(
 ) -> None:
     logits = torch.full((4, 300), -torch.inf)
     logits[:, 130:133] = torch.tensor([0.0, 1.0, -1.0])
-    tokens = next_tokens(logits, torch.full((4,), uniform), config(**settings))
+    tokens = next_tokens(logits, torch.full((4,), uniform), config(**settings)).tokens
     assert ((tokens >= 130) & (tokens < 133)).all()
 
 
 def test_greedy_takes_the_most_likely_whatever_the_filters() -> None:
     logits = torch.randn(6, 40)
     best = logits.argmax(-1)
-    assert torch.equal(
-        next_tokens(logits.clone(), torch.rand(6), config(greedy=True, top_k=3)), best
-    )
+    greedy = next_tokens(logits.clone(), torch.rand(6), config(greedy=True, top_k=3))
+    assert torch.equal(greedy.tokens, best)
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:
     logits, ids = torch.randn(2, 20), torch.tensor([[3, 4, 4], [5, 6, 7]])
-    seen = torch.zeros(2, 20, dtype=torch.bool).scatter(1, ids, True)
-    ours = penalise(logits.clone(), seen, 0, config(repetition_penalty=1.4))
+    ours = penalise(logits.clone(), ids, 0, config(repetition_penalty=1.4))
     torch.testing.assert_close(ours, RepetitionPenaltyLogitsProcessor(1.4)(ids, logits.clone()))
 
 
@@ -137,3 +137,25 @@ def test_no_end_of_sequence_before_the_least_length() -> None:
     for generated, forbidden in [(0, True), (1, True), (2, False)]:
         logits = penalise(torch.zeros(1, 5), None, generated, sampling)
         assert bool(torch.isinf(logits[0, [1, 3]]).all()) is forbidden
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 5}, {"top_p": 0.9}, {"greedy": True}, {"temperature": 0.5}]
+)
+def test_the_largest_logit_tells_rows_that_are_not_finite(settings: dict[str, object]) -> None:
+    logits = torch.randn(4, 300)
+    logits[1, 7], logits[2, 280], logits[3, 4] = torch.nan, torch.inf, -torch.inf
+    largest = next_tokens(logits, torch.rand(4), config(**settings)).largest
+    assert (largest < torch.inf).tolist() == [True, False, False, True]
+    assert torch.equal(largest[[0, 3]], logits[[0, 3]].amax(1))
+
+
+@pytest.mark.parametrize("vocab", [20_000, 20_031])
+@pytest.mark.parametrize("count", [1, 50, 128])
+def test_the_most_likely_are_those_of_torch(vocab: int, count: int) -> None:
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0))
+    logits[1, -3:], logits[2, :count] = 9.0, 8.0
+    values, tokens = _most_likely(logits, count)
+    assert torch.equal(values, logits.topk(count, dim=1).values)
+    assert torch.equal(logits.gather(1, tokens), values)
+    assert all(len(set(row)) == count for row in tokens.tolist())

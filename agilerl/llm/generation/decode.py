@@ -84,7 +84,7 @@ class _Rows:
     unfinished: torch.Tensor
     """``(N,)`` bool. A finished row may stay in the batch; its further tokens are dropped."""
     seen: torch.Tensor | None
-    """``(N, V)`` bool, tokens in prompt or completion; only there for a repetition penalty."""
+    """``(N, L)`` ids of the tokens in prompt and completion; only for a repetition penalty."""
 
     def select(self, rows: torch.Tensor) -> _Rows:
         return _Rows(
@@ -144,12 +144,12 @@ class DecodingLoop:
             column = step % BLOCK
             if column == 0 and (block := batch.uniforms(step // BLOCK)) is not None:
                 uniforms = block.to(self.device)
-            token = next_tokens(
+            token, largest = next_tokens(
                 penalise(logits, rows.seen, step, self.sampling),
                 None if uniforms is None else uniforms[rows.ids, column],
                 self.sampling,
             )
-            output.add(rows, step, token, logits)
+            output.add(rows, step, token, logits, largest)
             rows.unfinished &= ~torch.isin(token, self.eos) & (step + 1 < rows.limits)
             if stops is not None:
                 _end_stopped(rows, token, step, stops)
@@ -200,9 +200,8 @@ class DecodingLoop:
             cache.select(index)
         seen = None
         if self.sampling.repetition_penalty != 1.0:
-            seen = torch.zeros(count, logits.shape[1], dtype=torch.bool, device=self.device)
-            for i, prompt in enumerate(batch.prompts):
-                seen[i, prompt.to(self.device)] = True
+            # Padding repeats a token of the prompt.
+            seen = torch.where(padded.mask, padded.ids, padded.ids[:, -1:])
             seen = seen[index]
         rows = _Rows(
             ids=torch.arange(len(index), device=self.device),
@@ -219,7 +218,7 @@ class DecodingLoop:
     def _step(self, rows: _Rows, token: torch.Tensor, cache: GrowingCache) -> torch.Tensor:
         """Feed one token per row and return the next logits ``(N, V)``."""
         if rows.seen is not None:
-            rows.seen.scatter_(1, token[:, None], True)
+            rows.seen = torch.cat([rows.seen, token[:, None]], dim=1)
         rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(token), 1)], dim=1)
         hidden = self.model.hidden(token[:, None], rows.mask, rows.positions[:, None], cache)
         # A finished row's position stays: one further may be past the model's last.
@@ -239,15 +238,22 @@ class _Output:
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.broken = torch.zeros((), dtype=torch.bool, device=device)
 
-    def add(self, rows: _Rows, step: int, token: torch.Tensor, logits: torch.Tensor) -> None:
-        """Store a step: tokens ``(N,)`` and the ``(N, V)`` logits as the model made them."""
+    def add(
+        self,
+        rows: _Rows,
+        step: int,
+        token: torch.Tensor,
+        logits: torch.Tensor,
+        largest: torch.Tensor,
+    ) -> None:
+        """Store a step: tokens, the ``(N, V)`` logits of the model, and the largest drawn from."""
         column = step % BLOCK
         if column == 0:
             shape = len(self.lengths), min(BLOCK, self.limit - step)
             self.tokens.append(self.lengths.new_full(shape, self.sampling.pad_token_id))
             if self.sampling.return_logps:
                 self.logps.append(torch.zeros(shape, device=token.device))
-        self.broken |= ~(logits < torch.inf).all()
+        self.broken |= ~(largest < torch.inf).all()
         self.tokens[-1][rows.ids, column] = token
         if self.sampling.return_logps:
             logps = scaled_logps(logits, token, self.sampling.temperature)

@@ -6,6 +6,8 @@ min-p.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from agilerl.llm.config import SamplingConfig
@@ -15,29 +17,45 @@ BLOCK = 128
 # Most likely tokens looked at first when only top-p or min-p is set; where the filters keep more,
 # this many times as many.
 FIRST_CANDIDATES, CANDIDATES_FACTOR = 512, 8
+# On a CPU the most likely tokens are looked for in the blocks of this size with the largest maxima,
+# up to so many tokens: for more, torch's search of the whole vocabulary is as fast.
+SEARCHED_BLOCK, MOST_FROM_BLOCKS = 32, 128
+
+
+class Drawn(NamedTuple):
+    """A token per row."""
+
+    tokens: torch.Tensor
+    """``(N,)`` long."""
+    largest: torch.Tensor
+    """``(N,)`` each row's largest logit: NaN or inf if one of the row is."""
 
 
 def next_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor | None, sampling: SamplingConfig
-) -> torch.Tensor:
+) -> Drawn:
     """Draw (or, greedily, pick) one token per row.
 
     Args:
         logits: ``(N, V)`` after penalties; not changed.
         uniforms: ``(N,)`` in [0, 1); None where decoding is greedy.
         sampling: Temperature and filters.
-
-    Returns:
-        ``(N,)`` long.
     """
     if uniforms is None or sampling.greedy:
-        return logits.argmax(-1)
+        largest, tokens = logits.max(-1)
+        return Drawn(tokens, largest)
     logits = logits.float()
-    if sampling.temperature != 1.0:
-        logits = logits / sampling.temperature
-    if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-        return _draw_filtered(logits, uniforms, sampling)
-    return _draw_full(logits, uniforms)
+    if sampling.top_k > 0:
+        values, indices = _most_likely(logits, min(sampling.top_k, logits.shape[1]))
+        probs = (values / sampling.temperature).softmax(1)
+        tokens = _draw_from_candidates(indices, probs, uniforms, sampling)
+        return Drawn(tokens, values[:, 0])
+    largest = logits.amax(1)
+    weights = (logits - largest[:, None]).div_(sampling.temperature).exp_()
+    if sampling.top_p == 1.0 and sampling.min_p == 0.0:
+        return Drawn(_draw_full(weights, uniforms), largest)
+    total = weights.sum(1, keepdim=True)
+    return Drawn(_draw_from_top(weights, total, uniforms, sampling, FIRST_CANDIDATES), largest)
 
 
 def scaled_logps(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -52,12 +70,18 @@ def scaled_logps(logits: torch.Tensor, tokens: torch.Tensor, temperature: float)
 def penalise(
     logits: torch.Tensor, seen: torch.Tensor | None, generated: int, sampling: SamplingConfig
 ) -> torch.Tensor:
-    """Penalise ``seen`` ``(N, V)`` tokens and forbid an early end of sequence."""
+    """Penalise seen tokens and forbid an early end of sequence.
+
+    Args:
+        logits: ``(N, V)``; not changed.
+        seen: ``(N, L)`` ids of the tokens in each row, repetitions allowed; None: no penalty.
+        generated: Tokens that the rows have generated.
+        sampling: Penalty and least length.
+    """
     if seen is not None:
-        penalty = sampling.repetition_penalty
-        logits = torch.where(
-            seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits
-        )
+        penalty, values = sampling.repetition_penalty, logits.gather(1, seen)
+        values = torch.where(values > 0, values / penalty, values * penalty)
+        logits = logits.scatter(1, seen, values)
     if generated < sampling.min_new_tokens:
         logits = logits.index_fill(
             1, torch.tensor(sampling.eos_token_ids, device=logits.device), -torch.inf
@@ -65,10 +89,27 @@ def penalise(
     return logits
 
 
-def _draw_full(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF in two levels, over blocks and then within one: cheap for a large vocabulary."""
+def _most_likely(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` largest logits of each row and their tokens, largest first."""
     rows, vocab = logits.shape
-    weights = (logits - logits.amax(1, keepdim=True)).exp_()
+    whole = vocab // SEARCHED_BLOCK * SEARCHED_BLOCK
+    few = count <= MOST_FROM_BLOCKS and count * SEARCHED_BLOCK < whole // 2
+    if logits.device.type != "cpu" or not few:
+        values, tokens = logits.topk(count, dim=1)
+        return values, tokens
+    # They are in the ``count`` blocks with the largest maxima, or in the rest of the row.
+    blocks = logits[:, :whole].unflatten(1, (-1, SEARCHED_BLOCK))
+    chosen = blocks.amax(-1).topk(count, dim=1).indices[:, :, None]
+    tokens = chosen * SEARCHED_BLOCK + torch.arange(SEARCHED_BLOCK)
+    rest = torch.arange(whole, vocab).expand(rows, -1)
+    tokens = torch.cat([tokens.flatten(1), rest], dim=1)
+    values, places = logits.gather(1, tokens).topk(count, dim=1)
+    return values, tokens.gather(1, places)
+
+
+def _draw_full(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Inverse CDF in two levels, over blocks and then within one: cheap for a large vocabulary."""
+    rows, vocab = weights.shape
     if vocab % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, BLOCK - vocab % BLOCK))
     blocks = weights.view(rows, -1, BLOCK)
@@ -95,18 +136,8 @@ def _draw_from_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _draw_filtered(
-    logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig
-) -> torch.Tensor:
-    if sampling.top_k > 0:
-        values, indices = logits.topk(min(sampling.top_k, logits.shape[1]), dim=1)
-        return _draw_from_candidates(indices, values.softmax(1), uniforms, sampling)
-    total = logits.logsumexp(1, keepdim=True)
-    return _draw_from_top(logits, total, uniforms, sampling, FIRST_CANDIDATES)
-
-
 def _draw_from_top(
-    logits: torch.Tensor,
+    weights: torch.Tensor,
     total: torch.Tensor,
     uniforms: torch.Tensor,
     sampling: SamplingConfig,
@@ -114,11 +145,11 @@ def _draw_from_top(
 ) -> torch.Tensor:
     """Draw from the ``count`` most likely tokens; from more in rows whose filters keep more.
 
-    ``total`` ``(N, 1)`` is the log of what the row's exponentials add up to.
+    ``total`` ``(N, 1)`` is what the row's weights add up to.
     """
-    vocab = logits.shape[1]
-    values, indices = logits.topk(min(count, vocab), dim=1)
-    probs = (values - total).exp()
+    vocab = weights.shape[1]
+    values, indices = weights.topk(min(count, vocab), dim=1)
+    probs = values / total
     enough = probs.sum(1) >= sampling.top_p
     if sampling.min_p > 0.0:
         enough |= probs[:, -1] < sampling.min_p * probs[:, 0]
@@ -126,7 +157,7 @@ def _draw_from_top(
     if count < vocab and not bool(enough.all()):
         rows = (~enough).nonzero().squeeze(1)
         tokens[rows] = _draw_from_top(
-            logits[rows], total[rows], uniforms[rows], sampling, count * CANDIDATES_FACTOR
+            weights[rows], total[rows], uniforms[rows], sampling, count * CANDIDATES_FACTOR
         )
     return tokens
 
