@@ -10,15 +10,11 @@ from typing import Any
 from agilerl.distributed import Ranks
 from agilerl.training.bounds import Bounds
 from agilerl.training.callbacks.protocol import RunProgress
-from agilerl.training.callbacks.runner import CallbackRunner
+from agilerl.training.callbacks.runner import CallbackRunner, ExitCalled
 from agilerl.training.checkpoint.run_directory import RunDirectory
 from agilerl.training.checkpoint.run_state import FORMAT, random_streams, set_random_streams
 from agilerl.training.checkpoint.saver import Elite, Progress, Saver
-from agilerl.training.collectors.experience import (
-    Experience,
-    check_failures,
-    gather_statistics,
-)
+from agilerl.training.collectors.experience import Experience, check_failures, gather_statistics
 from agilerl.training.collectors.rollouts import collect
 from agilerl.training.evaluation import StopCheck, evaluate_members
 from agilerl.training.generation import Evolution
@@ -100,6 +96,9 @@ class TrainingLoop:
                     self._save_after_callback(error)
                 elif not finished:
                     self.saver.rescue(error, self.iteration, trained)
+                if isinstance(error, ExitCalled):
+                    self.log.report(logger, "\n".join(error.__notes__))
+                    raise SystemExit(error.code) from error
                 raise
         return signal_name
 
@@ -148,6 +147,7 @@ class TrainingLoop:
         progress = RunProgress(
             *(self.iteration, self.bounds.wall_seconds, self.population.agents, self._rows),
             self.saver.directory.path,
+            evaluates=self.population.evaluates,
             _say=self.log.say,
             **also,
         )
@@ -211,6 +211,7 @@ class TrainingLoop:
 
     def _run_iteration(self, stop: GracefulStop) -> bool:
         """Whether a bound is reached afterwards; asked once, as more time may pass until later."""
+        self._call("on_iteration_start")
         self.iteration += 1
         rows = self._rows = []
         try:

@@ -24,7 +24,7 @@ from agilerl.checks import (
 )
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.selection import Selection
-from agilerl.training.callbacks.protocol import Callback
+from agilerl.training.callbacks.protocol import Callback, check_callback
 from agilerl.training.collectors.dynamic_sampling import DynamicSampling, ZeroVariance
 from agilerl.training.trackers.protocol import Tracker
 
@@ -191,9 +191,10 @@ class TrainingOptions:
                 object.__setattr__(self, name, _directory(name, value))
         InstanceOf((list, tuple), "a list of callbacks")("callbacks", self.callbacks)
         for number, callback in enumerate(self.callbacks or ()):
-            kind = InstanceOf(Callback, "an agilerl.training.callbacks.Callback", optional=False)
-            kind(f"callbacks[{number}]", callback)
+            check_callback(f"callbacks[{number}]", callback)
         self._check_combinations()
+        if self.zero_variance != "resample" and self.max_resamples != 3:
+            warn(f"max_resamples has no effect with zero_variance={self.zero_variance!r}.")
         for name, switch in _TRACKER_OPTIONS.items():
             if vars(self)[name] is not None and not vars(self)[switch]:
                 warn(f"{name} has no effect without {switch}=True.")

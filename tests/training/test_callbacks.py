@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,9 @@ class Record(Callback):
     def on_start(self, progress: RunProgress) -> None:
         self._calls.append(("start", progress))
 
+    def on_iteration_start(self, progress: RunProgress) -> None:
+        self._calls.append(("next", progress))
+
     def on_iteration(self, progress: RunProgress) -> None:
         self._calls.append(("iteration", progress))
 
@@ -99,8 +103,9 @@ def test_the_order_of_the_calls() -> None:
     record = Record()
     agent = train(FakeAgent(), record, max_steps=6, evaluation_interval=2, checkpoint_steps=2)
     assert record.names() == [
-        *("start 0", "evaluation 0", "iteration 1", "iteration 2", "evaluation 2"),
-        *("checkpoint 2", "iteration 3", "evaluation 3", "checkpoint 3", "end 3"),
+        *("start 0", "evaluation 0", "next 0", "iteration 1", "next 1", "iteration 2"),
+        *("evaluation 2", "checkpoint 2", "next 2", "iteration 3", "evaluation 3"),
+        *("checkpoint 3", "end 3"),
     ]
     given = dict(zip(record.names(), (progress for _, progress in record._calls), strict=True))
     (row,) = given["iteration 2"].rows
@@ -122,7 +127,7 @@ def test_a_callback_cannot_change_the_rows_of_others() -> None:
 
     record = Record()
     train(FakeAgent(), Clear(), record, max_steps=2)
-    assert record._calls[2][1].rows[0]["reward_mean"] == 0.5
+    assert record._calls[3][1].rows[0]["reward_mean"] == 0.5
     assert "0.5" in Path("c/metrics.csv").read_text()
 
 
@@ -222,7 +227,44 @@ def test_others_are_told_where_a_failing_callback_left_the_run() -> None:
         train(FakeAgent(), record, failing)
     assert record.names()[-2:] == ["iteration 1", "checkpoint 1"]
     assert record._calls[-1][1].checkpoint == Path("c/iteration_00000001")
-    assert failing.names() == ["start 0", "evaluation 0"]
+    assert failing.names() == ["start 0", "evaluation 0", "next 0"]
+
+
+@pytest.mark.parametrize("code", [3, None, "no more"])
+def test_a_callback_that_exits_the_program(code: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """After the run is saved, as it is for exceptions."""
+    with pytest.raises(SystemExit) as caught:
+        train(FakeAgent(), At("on_iteration", 2, lambda progress: sys.exit(code)))
+    assert caught.value.code == code
+    assert checkpoints_in(Path("c"))[-1] == "iteration_00000002"
+    printed = capsys.readouterr().out
+    assert "saved after iteration 2: resume_from='c/iteration_00000002'" in printed
+    with pytest.raises(SystemExit):
+        train(FakeAgent(), At("on_start", 0, lambda progress: sys.exit(code)))
+
+
+def test_a_failure_in_a_resumed_run_before_it_goes_on(tmp_path: Path) -> None:
+    """Its checkpoint stays."""
+    run_reasoning(tmp_path, max_steps=2)
+    before = checkpoints_in(tmp_path)
+    for method in ("on_start", "on_iteration_start"):
+        with pytest.raises(ZeroDivisionError):
+            run_reasoning(tmp_path, resume_from=tmp_path, callbacks=[At(method, 1, fail)])
+        assert checkpoints_in(tmp_path) == before
+
+
+def test_what_a_method_returns_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As stable-baselines3's callbacks end a run with it."""
+
+    class Returns(Callback):
+        def on_iteration(self, progress: RunProgress) -> bool:
+            return False
+
+    agent = train(FakeAgent(), Returns(), max_steps=6)
+    assert len(agent.learned) == 3
+    (said,) = [each for each in caplog.messages if "returned" in each]
+    assert said.startswith("on_iteration of the callback Returns() returned False")
+    assert "progress.stop(reason)" in said
 
 
 class BadState(Callback):
@@ -328,6 +370,7 @@ def test_early_stopping(
     for number, value in enumerate(values):
         rows = [{"fitness": -9.0}, {"fitness": value}]
         ask = partial(lambda number, reason: asked.append(number), number)
+        callback.on_iteration(RunProgress(number, 0.0, [], rows, Path(), _stop=ask))
         callback.on_evaluation(RunProgress(number, 0.0, [], rows, Path(), _stop=ask))
     assert asked[:1] == ([] if stopped_at is None else [stopped_at])
 
@@ -339,6 +382,49 @@ def test_early_stopping_says_why() -> None:
     assert agent.fitness == pytest.approx([1 / 3, 1, 2 / 3, 2 / 3])
     reason = "EarlyStopping: fitness has not risen above 1 for 2 evaluations"
     assert record._calls[-1][1].stopped_by == reason
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "reason"),
+    [
+        ((0.5, 0.55), {"min_delta": 0.1}, "has not risen by more than 0.1 above 0.5 for 1 "),
+        ((0.5, 0.4), {}, "has not risen above 0.5 for 1 "),
+        ((NAN, NAN), {}, "has been nan in 2 "),
+    ],
+)
+@pytest.mark.parametrize("metric", ["pass@2/hard", "reward_mean"])
+def test_early_stopping_says_what_is_true(
+    metric: str, values: tuple[float, ...], settings: dict[str, Any], reason: str
+) -> None:
+    """Columns of training are judged in every iteration, those of evaluations in evaluations."""
+    callback, asked = EarlyStopping(1, metric=metric, **settings), []
+    for value in values:
+        progress = RunProgress(1, 0.0, [], [{metric: value}], Path(), _stop=asked.append)
+        method = "on_evaluation" if "@" in metric else "on_iteration"
+        getattr(callback, method)(progress)
+    what = "evaluations" if "@" in metric else "iterations"
+    assert asked == [f"{metric} {reason}{what}"]
+
+
+@pytest.mark.parametrize("make", [EarlyStopping, partial(StopAtFitness, 0.4)])
+def test_without_evaluations(make: Callable[..., Callback]) -> None:
+    """A column of training is judged in every iteration; one of evaluations is refused."""
+    env = FakeGym(rows=200)
+    env.has_test_rows = False  # type: ignore[attr-defined]
+    settings = {"patience": 2} if make is EarlyStopping else {}
+    agent = train(FakeAgent(), make(metric="reward_mean", **settings), env=env)
+    assert len(agent.learned) == (3 if make is EarlyStopping else 1)
+    for metric in ("fitness", "eval_accuracy/hard", "pass@8"):
+        with pytest.raises(ValueError, match=f"metric='{metric}' is a column of evaluations, but"):
+            train(FakeAgent(), make(metric=metric), env=env)
+
+
+def test_an_iteration_without_the_column() -> None:
+    """Such as one whose completions all failed: no improvement, and no error."""
+    callback, asked = EarlyStopping(1, metric="reward_mean"), []
+    for row in ({"reward_mean": 0.5}, {"agent": 0}):
+        callback.on_iteration(RunProgress(1, 0.0, [], [row], Path(), _stop=asked.append))
+    assert len(asked) == 1
 
 
 def test_early_stopping_goes_on_counting_in_a_resumed_run(tmp_path: Path) -> None:
@@ -441,17 +527,33 @@ def test_stop_at_fitness_after_resuming() -> None:
 def test_a_metric_that_is_no_column() -> None:
     with pytest.raises(ValueError, match=r"metric='pass@8' is no column .*eval_accuracy") as caught:
         train(FakeAgent(), StopAtFitness(1.0, metric="pass@8"))
-    assert "on_evaluation of the callback StopAtFitness(value=1.0" in caught.value.__notes__[0]
+    assert "on_evaluation of the callback StopAtFitness(" in caught.value.__notes__[0]
+    with pytest.raises(ValueError, match=r"'reward' is no column of an iteration") as caught:
+        train(FakeAgent(), EarlyStopping(metric="reward"))
+    assert "'reward_mean'" in str(caught.value)
+    assert "'agent'" not in str(caught.value) and "'iteration'" not in str(caught.value)
 
 
 def test_printed_metrics(capsys: pytest.CaptureFixture[str]) -> None:
-    train(FakeAgent(7), PrintMetrics(["reward_mean", "unknown"], every=2), max_steps=4)
-    assert capsys.readouterr().out.splitlines() == [
-        "iteration 0, agent 7: fitness 0.3333",
-        "iteration 1, agent 7: fitness 0.3333",
+    columns = ["reward_mean", "unknown", "eval_accuracy", "pass@4"]
+    train(FakeAgent(7), PrintMetrics(columns, every=2), max_steps=8)
+    lines = capsys.readouterr().out.splitlines()
+    says = "PrintMetrics: there is no column '{}' in iteration {}. There are: "
+    unknown, sampled = (
+        next(line for line in lines if line.startswith(says.format(*each)))
+        for each in (("unknown", 2), ("pass@4", 0))
+    )
+    assert "reward_mean" in unknown and "eval_accuracy" in sampled and "agent" not in sampled
+    assert [line for line in lines if "PrintMetrics" not in line] == [
+        "iteration 0, agent 7: fitness 0.3333, eval_accuracy 0.3333",
+        "iteration 1, agent 7: fitness 0.3333, eval_accuracy 0.3333",
         "iteration 2, agent 7: reward_mean 0.5",
-        "iteration 2, agent 7: fitness 0.3333",
+        "iteration 2, agent 7: fitness 0.3333, eval_accuracy 0.3333",
+        "iteration 3, agent 7: fitness 0.3333, eval_accuracy 0.3333",
+        "iteration 4, agent 7: reward_mean 0.5",
+        "iteration 4, agent 7: fitness 0.3333, eval_accuracy 0.3333",
     ]
+    assert sum("PrintMetrics" in line for line in lines) == 2
 
 
 def test_a_linear_schedule() -> None:
@@ -474,6 +576,18 @@ def test_a_schedule_of_a_hyperparameter(tmp_path: Path) -> None:
     run(max_steps=18)
     run(max_steps=36, resume_from=tmp_path)
     assert seen == pytest.approx([1.0, 0.8, 0.6, 0.4])
+
+
+def test_a_schedule_sets_no_value_of_an_iteration_that_never_comes(tmp_path: Path) -> None:
+    """Of a run that ends, or is resumed at its end; 0 is no learning rate."""
+
+    def run(**options: Any) -> Any:
+        callbacks = [HyperparameterSchedule("lr", linear(1e-4, 0, 2))]
+        pop = make_agents(1, cosine_lr_schedule_config=None)
+        return run_reasoning(tmp_path, pop=pop, max_steps=4, callbacks=callbacks, **options)[0]
+
+    assert run().lr == pytest.approx(5e-5)
+    assert run(resume_from=tmp_path).lr == pytest.approx(5e-5)
 
 
 @pytest.mark.parametrize(
@@ -509,11 +623,16 @@ def test_bad_arguments(make: Callable[[], Any], error: type[Exception], message:
         make()
 
 
+class Misspelt(Callback):
+    def on_iterations(self, progress: RunProgress) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
         (Record(), "callbacks is Record()"),
         ([print], r"callbacks\[0\] is <built-in function print>"),
+        ([Misspelt()], r"callbacks\[0\] is a Misspelt with on_iterations, .* on_iteration,"),
     ],
 )
 def test_bad_callbacks(callbacks: Any, message: str) -> None:

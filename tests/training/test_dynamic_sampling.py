@@ -296,3 +296,10 @@ def test_bad_values(given: dict[str, Any], error: type[Exception], says: str) ->
         finetune_llm_reasoning([FakeAgent()], FakeGym(), max_steps=1, **given)
     with pytest.raises(error, match=says):
         finetune_llm_multiturn([FakeAgent()], 1, no_environment, **given)
+
+
+def test_a_bound_without_resampling_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="max_resamples has no effect with zero_variance='skip'"):
+        finetune_llm_reasoning(
+            [FakeAgent()], FakeGym(), zero_variance="skip", max_resamples=2, verbose=False
+        )

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from agilerl.training.callbacks.builtin import (
-    EarlyStopping,
-    HyperparameterSchedule,
-    PrintMetrics,
-    StopAtFitness,
-    linear,
-)
+from agilerl.training.callbacks.builtin import HyperparameterSchedule, PrintMetrics, linear
 from agilerl.training.callbacks.protocol import Callback, RunProgress
+from agilerl.training.callbacks.stopping import EarlyStopping, StopAtFitness
 
 __all__ = [
     "Callback",

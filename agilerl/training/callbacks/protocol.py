@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agilerl.checks import InstanceOf, require
+
 Columns = dict[str, float]
 
 
@@ -32,6 +34,8 @@ class RunProgress:
     call, and empty before there are any."""
     directory: Path
     """The run directory."""
+    evaluates: bool = True
+    """Whether there are evaluations: False without held-out data."""
     is_main_process: bool = True
     """False on all processes but the one that writes: print and save there only."""
     checkpoint: Path | None = None
@@ -43,7 +47,9 @@ class RunProgress:
     _stop: Callable[[str], None] = field(default=print, repr=False)
 
     def stop(self, reason: str) -> None:
-        """End the run as if it had reached a bound: evaluated, and saved if it has checkpoints.
+        """End the run as if it had reached a bound: evaluated, and saved with ``checkpoint_steps``.
+
+        The iteration under way is finished, also one that only begins.
 
         It stays ended when it is resumed with a callback of the same settings.
 
@@ -60,6 +66,8 @@ class RunProgress:
 class Callback:
     """Base of callbacks: every method does nothing, override those that you need.
 
+    What they return is not used; to end the run call ``progress.stop(reason)``.
+
     With several processes each has its callbacks, which are called with the same rows. All
     processes stop where one of them asks for it, and an exception on one is raised on all.
 
@@ -72,6 +80,9 @@ class Callback:
 
         The place to forget an earlier run, if the object is to be used for several.
         """
+
+    def on_iteration_start(self, progress: RunProgress) -> None:
+        """Before every iteration; ``progress.iteration`` is the one before it."""
 
     def on_iteration(self, progress: RunProgress) -> None:
         """After every agent has learned, before this iteration's evaluation if there is one."""
@@ -100,3 +111,25 @@ class Callback:
             if not name.startswith("_") and isinstance(value, plain)
         }
         return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in settings.items())})"
+
+
+def check_callback(name: str, callback: Any) -> None:
+    """Refuse what is no callback, or has a method that looks like one of a callback but is none.
+
+    Args:
+        name: What messages call it.
+        callback: What the user gave.
+
+    Raises:
+        TypeError: Naming the method and those that there are.
+    """
+    InstanceOf(Callback, "an agilerl.training.callbacks.Callback", optional=False)(name, callback)
+    hooks = [method for method in vars(Callback) if method.startswith("on_")]
+    others = [each for each in dir(callback) if each.startswith("on_") and each not in hooks]
+    require(
+        not others,
+        f"{name} is a {type(callback).__name__} with {', '.join(others)}, which would never be "
+        f"called: the methods of a callback are {', '.join(hooks)}. Rename it; helpers of your own "
+        "need another name than on_...",
+        TypeError,
+    )

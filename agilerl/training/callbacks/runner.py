@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class ExitCalled(Exception):
+    """A callback has called ``sys.exit`` with this code."""
+
+    @property
+    def code(self) -> Any:
+        """What it was given."""
+        return self.args[0]
+
+
 class CallbackRunner:
     """The callbacks of one process.
 
@@ -35,6 +44,7 @@ class CallbackRunner:
         self.failed = False
         """Whether one raised an exception."""
         self._failing: Callback | None = None  # not called any more
+        self._returned: set[tuple[int, str]] = set()  # methods that did, by position
         self._states: dict[int, Any] = {}  # the last ones, by position
         self._state_error: Exception | None = None
 
@@ -52,7 +62,8 @@ class CallbackRunner:
         if not self._callbacks:
             return
         rows, seconds = self._ranks.gather((progress.rows, progress.wall_seconds))[0]
-        for name, callback in zip(self._names, self._callbacks, strict=True):
+        named = zip(self._names, self._callbacks, strict=True)
+        for number, (name, callback) in enumerate(named):
             if callback is self._failing:
                 continue
             # Rows of its own: what one changes, others and the log must not see.
@@ -64,11 +75,19 @@ class CallbackRunner:
                 _stop=partial(self._ask, name, callback),
             )
             try:
-                self._ranks.on_all_ranks(partial(getattr(callback, method), given))
+                returned = self._ranks.on_all_ranks(partial(_called, callback, method, given))
             except Exception as error:
                 self._failing = callback
                 self._note_failure(error, method, callback)
                 raise
+            unused = returned is not None and (number, method) not in self._returned
+            if unused and self._ranks.rank == 0:
+                self._returned.add((number, method))
+                logger.warning(
+                    "%s of the callback %s returned %r, which has no effect: to end the run call "
+                    "progress.stop(reason)",
+                    *(method, name, returned),
+                )
         asked = [each for each in self._ranks.gather(self._asked) if each is not None]
         if asked and self._ended_by is None:
             self._ended_by = asked[0]
@@ -133,6 +152,14 @@ class CallbackRunner:
         if self._asked is None:
             reason = f"{type(callback).__name__}: {reason}"
             self._asked = {"callback": name, "reason": reason}
+
+
+def _called(callback: Callback, method: str, progress: RunProgress) -> Any:
+    """What its method returns, which should be None."""
+    try:
+        return getattr(callback, method)(progress)
+    except SystemExit as error:  # no Exception: no run would be saved after it
+        raise ExitCalled(error.code) from error
 
 
 def _plain_state(callback: Callback) -> Any:

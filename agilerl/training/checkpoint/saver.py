@@ -199,8 +199,6 @@ class Saver:
         except Exception as second:  # noqa: BLE001 - it must not hide the first
             note = f"The run could not be saved ({second!r}). The newest: {self._newest()}"
         error.add_note(note)
-        if self.ranks.rank == 0:
-            logger.error(note)
         return where
 
     def rescue(self, error: Exception, iteration: int, trained: bool) -> None:
