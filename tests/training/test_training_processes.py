@@ -372,16 +372,16 @@ def test_an_evaluation_is_of_all_processes(tmp_path: Path) -> None:
 
     def action(ranks: Ranks) -> Any:
         own = [
-            Evaluation(torch.ones(1), rows=[0], sets=["a"], final_answers=["x"]),
+            Evaluation(torch.ones(2), rows=[0, 0], sets=["a"] * 2, final_answers=["x", "x"]),
             Evaluation(torch.zeros(2), rows=[1, 1], sets=["b"] * 2, final_answers=["y", None]),
         ][ranks.rank]
-        answers = evaluated(np.array([1.0, 0.0, 0.0]), own, ranks)
+        answers = evaluated(np.array([1.0, 1.0, 0.0, 0.0]), own, ranks)
         return answers.rows, evaluation_statistics(answers, 1.0, 2)
 
     results = on_two_ranks(tmp_path, action)
     assert results[0] == results[1]
     rows, columns = results[0]
-    assert rows == [0, 1, 1]
+    assert rows == [0, 0, 1, 1]
     assert (columns["fitness/a"], columns["fitness/b"]) == (1.0, 0.0)
     assert (columns["avg@2"], columns["maj@2"]) == (0.5, 0.5)
 
