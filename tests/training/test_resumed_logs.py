@@ -148,7 +148,7 @@ def test_all_rows_wait_for_room_and_only_written_ones_count(tmp_path: Path) -> N
         assert metrics.rows == len(rows_of(tmp_path)) == 1
     metrics.write({"iteration": 400, "agent": 0})
     assert metrics.rows == 401
-    metrics.close(failed=False)
+    metrics.close()
     rows = rows_of(tmp_path)
     assert [row["iteration"] for row in rows] == [str(i) for i in range(401)]
     assert [i for i, row in enumerate(rows) if row["new"]] == [200]

@@ -127,7 +127,7 @@ def test_new_columns_widen_the_file(tmp_path: Path) -> None:
     metrics.write({"iteration": 1, "agent": 0, "steps": 2, "new": 1.5})
     # Readable while the run goes on.
     rows = read_metrics(tmp_path)
-    metrics.close(failed=False)
+    metrics.close()
     assert [(row["iteration"], row["fitness"], row["new"]) for row in rows] == [
         ("0", "0.5", ""),
         ("1", "", "1.5"),

@@ -73,7 +73,7 @@ class _LineLog(ABC, Generic[T]):
         self._write_waiting()
         os.fsync(self._file.fileno())
 
-    def close(self, failed: bool = False) -> None:
+    def close(self) -> None:
         """Close the file.
 
         Raises:
