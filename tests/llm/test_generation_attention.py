@@ -9,7 +9,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from agilerl.llm.generation.attention import _NAME, _attend, single_query_attention
-from agilerl.llm.generation.kv_cache import GrowingCache
+from agilerl.llm.generation.kv_cache.growing_cache import GrowingCache
 
 
 @pytest.mark.parametrize("queries", [1, 3])

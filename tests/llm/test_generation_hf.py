@@ -16,7 +16,7 @@ from agilerl.llm.generation import decode, new_token_limit, random_numbers
 from agilerl.llm.generation.cached_decoder import CachedDecoder
 from agilerl.llm.generation.decode import DecodingLoop
 from agilerl.llm.generation.hf import HFGenerator
-from agilerl.llm.generation.kv_cache import GrowingLayer
+from agilerl.llm.generation.kv_cache.growing_cache import GrowingLayer
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
 

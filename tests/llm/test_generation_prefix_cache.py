@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from agilerl.llm.generation import prefix_cache
-from agilerl.llm.generation.kv_cache import GrowingLayer
-from agilerl.llm.generation.prefix_cache import PrefixCache
+from agilerl.llm.generation.kv_cache.growing_cache import GrowingLayer
+from agilerl.llm.generation.kv_cache.prefix_cache import PrefixCache
 
 
 def block_of(

@@ -11,8 +11,8 @@ from model_families import FAMILIES, make_family
 
 from agilerl.llm.generation import Completions
 from agilerl.llm.generation.hf import HFGenerator
-from agilerl.llm.generation.kv_cache import GrowingCache, GrowingLayer
-from agilerl.llm.generation.shared_prefix import (
+from agilerl.llm.generation.kv_cache.growing_cache import GrowingCache, GrowingLayer
+from agilerl.llm.generation.kv_cache.shared_prefix import (
     PromptGroups,
     SharedPrefixCache,
     SharedPrefixLayer,

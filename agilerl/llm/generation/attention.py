@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from agilerl.llm.generation.shared_prefix import SharedPrefixCache
+from agilerl.llm.generation.kv_cache.shared_prefix import SharedPrefixCache
 
 _NAME = "agilerl_single_query"
 # Attention functions are not given the cache.

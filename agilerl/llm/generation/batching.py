@@ -10,8 +10,8 @@ import torch
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation import Completions, GenerationRequest, new_token_limit
 from agilerl.llm.generation.decode import BatchCompletions, DecodingLoop, PromptBatch
-from agilerl.llm.generation.kv_cache import CACHE_BLOCK, GrowingCache
-from agilerl.llm.generation.prefix_cache import PrefixCache
+from agilerl.llm.generation.kv_cache.growing_cache import CACHE_BLOCK, GrowingCache
+from agilerl.llm.generation.kv_cache.prefix_cache import PrefixCache
 from agilerl.llm.generation.random_numbers import BLOCK, Uniforms
 
 # Sequences of a chunk where its size is not set.

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from agilerl.llm.causal_lm import LogitHead
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation.cached_decoder import CachedDecoder, LeftPadded
-from agilerl.llm.generation.kv_cache import CACHE_BLOCK, GrowingCache, LayerTensors
+from agilerl.llm.generation.kv_cache.growing_cache import CACHE_BLOCK, GrowingCache, LayerTensors
+from agilerl.llm.generation.kv_cache.shared_prefix import SharedPrefixCache
 from agilerl.llm.generation.random_numbers import BLOCK
 from agilerl.llm.generation.sampling import next_tokens, penalise, scaled_logps
-from agilerl.llm.generation.shared_prefix import SharedPrefixCache
 from agilerl.llm.generation.stop_sequences import StopSequenceMatcher
 
 # Finished rows leave once they are this share of the batch; moving the cache for each one would

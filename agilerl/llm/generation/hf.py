@@ -28,9 +28,9 @@ from agilerl.llm.generation import Completions, GenerationRequest, JointLimits
 from agilerl.llm.generation.batching import RequestBatch, chunk_prompts
 from agilerl.llm.generation.cached_decoder import CachedDecoder
 from agilerl.llm.generation.decode import DecodingLoop
+from agilerl.llm.generation.kv_cache.prefix_cache import PrefixCache
 from agilerl.llm.generation.merged_weights import rollout_head, rollout_weights
 from agilerl.llm.generation.mixed_adapters import RowAdapters, mixed_adapters, mixing_key
-from agilerl.llm.generation.prefix_cache import PrefixCache
 from agilerl.llm.generation.probe import decoding_support
 from agilerl.llm.generation.stop_sequences import required_tokenizer
 from agilerl.llm.policy import Policy

@@ -13,8 +13,8 @@ from torch import nn
 
 from agilerl.llm.causal_lm import equal_up_to_rounding, short_windows
 from agilerl.llm.generation.cached_decoder import CachedDecoder, LeftPadded
-from agilerl.llm.generation.kv_cache import GrowingCache
-from agilerl.llm.generation.shared_prefix import SharedPrefixCache
+from agilerl.llm.generation.kv_cache.growing_cache import GrowingCache
+from agilerl.llm.generation.kv_cache.shared_prefix import SharedPrefixCache
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase
 

@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from agilerl.llm.generation.kv_cache import GrowingCache, GrowingLayer, LayerTensors, empty_buffer
+from agilerl.llm.generation.kv_cache.growing_cache import (
+    GrowingCache,
+    GrowingLayer,
+    LayerTensors,
+    empty_buffer,
+)
 
 
 class CachedRow(NamedTuple):

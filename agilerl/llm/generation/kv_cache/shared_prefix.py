@@ -11,7 +11,12 @@ from typing import cast
 import torch
 from torch import nn
 
-from agilerl.llm.generation.kv_cache import GrowingCache, GrowingLayer, LayerTensors, empty_buffer
+from agilerl.llm.generation.kv_cache.growing_cache import (
+    GrowingCache,
+    GrowingLayer,
+    LayerTensors,
+    empty_buffer,
+)
 
 # Prompts whose rows have all left are dropped once at most this share of them is needed.
 _NEEDED_SHARE = 0.5
