@@ -18,6 +18,7 @@ from agilerl.llm.config import ForwardConfig
 from agilerl.llm.forward import action_hidden_states
 from agilerl.llm.logprobs import TokenLogProbs, token_logprobs
 from agilerl.llm.shared_base import SharedBase
+from agilerl.utils.garbage import is_collecting_garbage
 
 if TYPE_CHECKING:
     from agilerl.llm.engine.partitioned_base import PartitionedBase
@@ -289,8 +290,9 @@ class Policy:
 
 
 def _remove_slots(base: SharedBase, slots: dict[str, str]) -> None:
+    remove = base.remove_slot_later if is_collecting_garbage() else base.remove_slot
     for slot in slots.values():
-        base.remove_slot(slot)
+        remove(slot)
     slots.clear()
 
 

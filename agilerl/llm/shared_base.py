@@ -84,13 +84,17 @@ class SharedBase:
         base = _bases.get(id(model))
         if base is None:
             base = _bases[id(model)] = cls(model)
+        base._remove_pending()
         base._freeze()
         return base
 
     @staticmethod
     def known(model: PreTrainedModel) -> SharedBase | None:
         """The base that owns ``model``, if there is one already."""
-        return _bases.get(id(model))
+        base = _bases.get(id(model))
+        if base is not None:
+            base._remove_pending()
+        return base
 
     def _freeze(self) -> None:
         if self._found is None:
@@ -187,6 +191,7 @@ class SharedBase:
         """
         if self.partition is not None:
             adapters.check_needs_no_weights(config, self.model)
+        self._remove_pending()
         slot = f"{role}_{next(_slot_numbers)}"
         if self.peft is None:
             self._freeze()
@@ -211,11 +216,31 @@ class SharedBase:
         return slot
 
     def remove_slot(self, slot: str) -> None:
-        """Delete an adapter; with the last one the user's model is as it was found."""
-        if self._exclusive is not None:
-            # Merged layers are out of the module tree now, and would keep the adapter's tensors.
-            self._to_remove.append(slot)
-            return
+        """Delete an adapter; with the last one the user's model is as it was found.
+
+        Within a rollout, when that ends.
+        """
+        self._to_remove.append(slot)
+        self._remove_pending()
+
+    def remove_slot_later(self, slot: str) -> None:
+        """Delete an adapter when this base is used next.
+
+        For finalizers that the garbage collector calls, maybe while someone iterates over modules.
+        """
+        self._to_remove.append(slot)
+        # Until then someone has to know what is left on the user's model.
+        self.model.__dict__["_agilerl_base"] = self
+
+    def _remove_pending(self) -> None:
+        # In a rollout merged layers are out of the module tree, and would keep adapters' tensors.
+        if self._to_remove and self._exclusive is None:
+            while self._to_remove:
+                self._delete(self._to_remove.pop())
+            if self.partition is None:
+                self.model.__dict__.pop("_agilerl_base", None)
+
+    def _delete(self, slot: str) -> None:
         assert self.peft is not None
         others = [name for name in self.peft.peft_config if name != slot]
         if others:
@@ -237,6 +262,7 @@ class SharedBase:
                 "a rollout with another adapter of this base model is under way; leave "
                 "agent.rollout() first, and use one of its agents at a time"
             )
+        self._remove_pending()
         if self._active == (slot, trainable):
             return
         assert self.peft is not None
@@ -268,8 +294,7 @@ class SharedBase:
             yield
         finally:
             self._exclusive = None
-            while self._to_remove:
-                self.remove_slot(self._to_remove.pop())
+            self._remove_pending()
 
 
 def base_tensors(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:

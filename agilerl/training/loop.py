@@ -55,9 +55,7 @@ class TrainingLoop:
         self.ranks = Ranks() if ranks is None else ranks
         self.population, self.options, self.log = population, options, log
         self.elite, self.names = elite, names or {}
-        self.saver = Saver(
-            population, directory, elite, log, self.state_dict, options.keep_checkpoints, self.ranks
-        )
+        self.saver = Saver(population, directory, elite, log, options.keep_checkpoints, self.ranks)
         self.iteration = 0
         self.progress = Progress.UNTRAINED
         self._unevaluated: list[Row] | None = None  # rows whose evaluation a stop postponed
@@ -95,7 +93,7 @@ class TrainingLoop:
                 if self.callbacks.failed and trained:
                     self._save_after_callback(error)
                 elif not finished:
-                    self.saver.rescue(error, self.iteration, trained)
+                    self.saver.rescue(self.state_dict, error, self.iteration, trained)
                 if isinstance(error, ExitCalled):
                     self.log.report(logger, "\n".join(error.__notes__))
                     raise SystemExit(error.code) from error
@@ -120,15 +118,17 @@ class TrainingLoop:
             self._save(self.progress is Progress.EVALUATED)
 
     def _save(self, evaluated: bool = False) -> None:
-        self._note_saved(self.saver.save(self.iteration, evaluated))
+        self._note_saved(self.saver.save(self.state_dict, self.iteration, evaluated))
 
     def _save_after_stop(self, signal_name: str) -> None:
         evaluated = self.progress is Progress.EVALUATED
-        self._note_saved(self.saver.save_after_stop(signal_name, self.iteration, evaluated))
+        self._note_saved(
+            self.saver.save_after_stop(self.state_dict, signal_name, self.iteration, evaluated)
+        )
 
     def _save_after_callback(self, error: Exception) -> None:
         evaluated = self.progress is Progress.EVALUATED
-        where = self.saver.save_after_callback(error, self.iteration, evaluated)
+        where = self.saver.save_after_callback(self.state_dict, error, self.iteration, evaluated)
         try:
             self._note_saved(where)
         except Exception as second:  # noqa: BLE001 - it must not hide the first

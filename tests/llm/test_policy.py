@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Iterator
+
 import pytest
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -165,6 +169,66 @@ def test_a_policy_dropped_without_release_takes_its_adapters_along() -> None:
     assert trainable(kept) == {id(p) for p in kept.parameters().values()}
     del kept
     assert not any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
+def leave_to_the_garbage_collector(model: nn.Module) -> None:
+    """A policy that only a reference cycle keeps."""
+    policy = random_policy(model)
+    policy.__dict__["me"] = policy
+
+
+def collect_while_modules_are_iterated(model: nn.Module) -> None:
+    """Collects where a removed adapter would change the dictionary that is iterated over."""
+    collected = False
+    for name, _ in model.named_modules():
+        if not collected and ".lora_A." in name:
+            collected = gc.collect() > 0
+    assert collected
+
+
+@pytest.fixture
+def no_other_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_other_collection")
+def test_a_garbage_collection_removes_no_adapter_until_the_base_is_used() -> None:
+    model = tiny_model()
+    kept = random_policy(model)
+    leave_to_the_garbage_collector(model)
+    collect_while_modules_are_iterated(model)
+    assert len(kept.model.peft_config) == 4
+    kept.set_role("actor")
+    assert kept.model.peft_config.keys() == set(kept.slots.values())
+    assert trainable(kept) == {id(p) for p in kept.parameters().values()}
+
+
+@pytest.mark.usefixtures("no_other_collection")
+def test_after_a_garbage_collection_the_next_policy_finds_a_plain_model() -> None:
+    model = tiny_model()
+    expected, own = set(model.state_dict()), set(vars(model))
+    leave_to_the_garbage_collector(model)
+    collect_while_modules_are_iterated(model)
+    policy = random_policy(model)  # its base is the one that knows of the other adapters
+    assert policy.model.peft_config.keys() == set(policy.slots.values())
+    policy.release()
+    assert set(model.state_dict()) == expected
+    assert set(vars(model)) == own
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.usefixtures("no_other_collection")
+def test_a_garbage_collection_keeps_no_model_alive() -> None:
+    model = tiny_model()
+    dropped = weakref.ref(model)
+    leave_to_the_garbage_collector(model)
+    del model
+    gc.collect()
+    gc.collect()  # the first one only makes a cycle of base and model out of it
+    assert dropped() is None
 
 
 def test_dropping_a_policy_leaves_the_active_adapter_alone() -> None:

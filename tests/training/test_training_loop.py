@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import inspect
 import json
 import logging
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from resume_helpers import make_agents, run_reasoning
+from resume_helpers import make_agents, run_multiturn, run_reasoning
 from training_fakes import FakeAgent, FakeGym
 
+from agilerl.training.callbacks import Callback, RunProgress
 from agilerl.training.collectors.experience import (
     Experience,
     accuracy,
@@ -27,6 +32,35 @@ def train(pop: list[FakeAgent], env: FakeGym | None = None, **options: Any) -> l
     if env is None and "env_fn" not in options:
         env = FakeGym()
     return finetune_llm_reasoning(pop, env, **{"verbose": False, **options})
+
+
+class Failing(Callback):
+    def on_iteration(self, progress: RunProgress) -> None:
+        raise ValueError("no plot")
+
+
+@pytest.mark.parametrize(
+    ("run", "callback"),
+    [(run_reasoning, None), (run_multiturn, None), (run_reasoning, Failing())],
+)
+def test_agents_die_as_soon_as_they_are_dropped_after_a_run(
+    run: Callable[..., Any], callback: Callback | None, tmp_path: Path
+) -> None:
+    """A reference cycle would keep them, and their memory, until Python looks for cycles."""
+
+    def train_and_drop() -> weakref.WeakSet[Any]:
+        pop = make_agents()
+        parts = weakref.WeakSet([*pop, *(agent.policy for agent in pop)])
+        with pytest.raises(ValueError, match="no plot") if callback else contextlib.nullcontext():
+            run(tmp_path, pop=pop, callbacks=[] if callback is None else [callback])
+        return parts
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert not list(train_and_drop())
+    finally:
+        gc.enable()
 
 
 def test_signature_is_the_contract() -> None:

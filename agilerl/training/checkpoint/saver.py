@@ -123,6 +123,11 @@ class Elite(contextlib.ExitStack):
         return complete_directory(self.path, ATTRIBUTES_FILE) / "run.txt"
 
 
+# Gives a run's state, and is told whether an iteration is under way. Saver does not keep it: it is a
+# method of the loop, which has the saver, and a reference cycle would keep the loop's agents.
+StateDict = Callable[[bool], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Saver:
     """Saves a run and its best agent; all processes together, of which rank 0 reports."""
@@ -132,8 +137,6 @@ class Saver:
     elite: Elite | None
     """Where the best agent goes, if anywhere."""
     log: RunLog
-    state: Callable[[bool], dict[str, Any]]
-    """Gives the run's state, and is told whether an iteration is under way."""
     keep: int
     """Checkpoints to keep."""
     ranks: Ranks
@@ -155,23 +158,30 @@ class Saver:
         what = f"best agent so far ({agent.index})"
         return self._tried(what, elite.path, lambda: elite.save(agent, trained))
 
-    def save(self, iteration: int, evaluated: bool) -> Path | None:
+    def save(self, state: StateDict, iteration: int, evaluated: bool) -> Path | None:
         """Save the run and remove old checkpoints; a full disk, say, is no reason to end it.
+
+        Args:
+            state: Gives the run's state, here and below.
+            iteration: The last one that is whole.
+            evaluated: Whether the agents have been evaluated, and evolved, since it.
 
         Returns:
             Where; None: that was not possible, which is reported.
         """
         what, name = f"checkpoint of iteration {iteration}", checkpoint_name(iteration, evaluated)
-        if not self._tried(what, self.directory.path, lambda: self._save(name)):
+        if not self._tried(what, self.directory.path, lambda: self._save(state, name)):
             return None
         self.directory.prune(self.keep)
         return self.directory.path / name
 
-    def save_after_stop(self, signal_name: str, iteration: int, evaluated: bool) -> Path:
+    def save_after_stop(
+        self, state: StateDict, signal_name: str, iteration: int, evaluated: bool
+    ) -> Path:
         """Save the run, and say where."""
         message = f"Stopped by {signal_name} after iteration {iteration}"
         try:
-            where = self._save(checkpoint_name(iteration, evaluated))
+            where = self._save(state, checkpoint_name(iteration, evaluated))
         except Exception as error:
             error.add_note(
                 f"{message}, which could not be saved. The newest checkpoint: {self._newest()}"
@@ -184,7 +194,9 @@ class Saver:
         self.log.report(logger, message)
         return where
 
-    def save_after_callback(self, error: Exception, iteration: int, evaluated: bool) -> Path | None:
+    def save_after_callback(
+        self, state: StateDict, error: Exception, iteration: int, evaluated: bool
+    ) -> Path | None:
         """Save the run before ``error`` of a callback is raised; note in it where.
 
         It is raised on all processes, between two iterations, so that nothing is lost.
@@ -194,14 +206,14 @@ class Saver:
         """
         where = None
         try:
-            where = self._save(checkpoint_name(iteration, evaluated))
+            where = self._save(state, checkpoint_name(iteration, evaluated))
             note = f"The run was saved after iteration {iteration}: resume_from={str(where)!r}"
         except Exception as second:  # noqa: BLE001 - it must not hide the first
             note = f"The run could not be saved ({second!r}). The newest: {self._newest()}"
         error.add_note(note)
         return where
 
-    def rescue(self, error: Exception, iteration: int, trained: bool) -> None:
+    def rescue(self, state: StateDict, error: Exception, iteration: int, trained: bool) -> None:
         """Save the agents, if they were trained, before ``error`` is raised; note in it where."""
         logs = f"Logs are in {self.directory.path}"
         if not trained:
@@ -217,7 +229,8 @@ class Saver:
             )
             return
         try:
-            where = self._save(f"crashed_in_{checkpoint_name(iteration)}", in_iteration=True)
+            name = f"crashed_in_{checkpoint_name(iteration)}"
+            where = self._save(state, name, in_iteration=True)
             note = f"Iteration {iteration} failed. The agents were saved to {where}"
         except Exception as second:  # noqa: BLE001 - it must not hide the first
             note = f"The agents could not be saved ({second!r}). {logs}"
@@ -227,10 +240,10 @@ class Saver:
         if newest := self._newest():
             error.add_note(f"To resume from before that: resume_from={str(newest)!r}")
 
-    def _save(self, name: str, in_iteration: bool = False) -> Path:
+    def _save(self, state: StateDict, name: str, in_iteration: bool = False) -> Path:
         self.log.sync()
-        state = self.state(in_iteration)
-        return self.directory.write_checkpoint(name, self.population.agents, state)
+        taken = state(in_iteration)
+        return self.directory.write_checkpoint(name, self.population.agents, taken)
 
     def _tried(self, what: str, where: Path, save: Callable[[], object]) -> bool:
         """Save; whether it was possible."""
