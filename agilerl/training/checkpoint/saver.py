@@ -123,8 +123,8 @@ class Elite(contextlib.ExitStack):
         return complete_directory(self.path, ATTRIBUTES_FILE) / "run.txt"
 
 
-# Gives a run's state, and is told whether an iteration is under way. Saver does not keep it, because
-# it is a method of the loop, which has the saver: a reference cycle would keep the agents.
+# Gives a run's state, and is told whether an iteration is under way. Saver does not keep it: it
+# is a method of the loop, which has the saver, and a reference cycle would keep the agents.
 StateDict = Callable[[bool], dict[str, Any]]
 
 
