@@ -14,8 +14,8 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -145,11 +145,17 @@ class OneOf:
     """One of a few values."""
 
     allowed: tuple[Any, ...]
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    """What to say, besides, of values that other libraries have."""
 
     def __call__(self, name: str, value: Any) -> None:
         """Raise ValueError unless ``value`` is one of them."""
         allowed = ", ".join(map(repr, self.allowed))
-        require(value in self.allowed, f"{name} is {value!r}; it must be one of {allowed}")
+        remedy = self.remedies.get(value) if isinstance(value, str) else None
+        require(
+            value in self.allowed,
+            f"{name} is {value!r}; it must be one of {allowed}" + (f". {remedy}" if remedy else ""),
+        )
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ def single_turn_environments(
     """One environment per agent: the shared ``env`` repeated, or one from each call of ``env_fn``.
 
     Raises:
-        ValueError: If both or neither are given, if one was built without the accelerator, if a
-            prompt is too long for an agent, or if it would take an agent's padding for text.
+        ValueError: If both or neither are given, if one was built without the accelerator, if an
+            agent's ratio is per turn, if a prompt is too long for an agent, or if it would take an
+            agent's padding for text.
         TypeError: If ``env_fn`` cannot be called or an environment lacks what the loop needs.
     """
     given = "neither was" if env is None else "both were"
@@ -52,6 +53,7 @@ def single_turn_environments(
             TypeError,
         )
         _check_processes(made, ranks)
+        _check_ratio_level(agent)
         _check_prompts_fit(made, agent)
         _check_padding(made, agent)
     return environments
@@ -83,6 +85,19 @@ def _check_processes(env: Any, ranks: Ranks) -> None:
             f"{env.name} divides its rows among {env.num_processes} processes, but "
             f"{ranks.world_size} train together: pass the accelerator to the environment too.",
         )
+
+
+def _check_ratio_level(agent: Any) -> None:
+    """Refuse a ratio per turn, which ``learn`` would, after the first rollout."""
+    # An agent of the user's own need not have these.
+    level, loss = (
+        getattr(agent, name, None) for name in ("importance_sampling_level", "loss_type")
+    )
+    require(
+        level != "turn" or loss == "gspo",
+        f"agent {agent.index} has importance_sampling_level='turn', but finetune_llm_reasoning has "
+        "no turns: use 'token' or 'trajectory', or finetune_llm_multiturn.",
+    )
 
 
 def _check_prompts_fit(env: SingleTurnEnv, agent: Agent) -> None:

@@ -85,6 +85,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("lr", float("inf"), ValueError, "inf.*above 0"),
     ("clip_coef", -0.2, ValueError, "-0.2.*scalar in"),
     ("clip_coef", (5.0, 0.0), ValueError, "5.0, 0.0.*lo < hi"),
+    ("clip_coef", (0.2, 0.28), ValueError, r"clip_coef is \(0.2, 0.28\).*pass \(0.8, 1.28\)"),
     ("clip_coef", (0.1, 0.2, 0.3), ValueError, "0.3.*band"),
     ("clip_coef", "0.2", TypeError, "'0.2'.*number or a tuple"),
     ("max_grad_norm", 0.0, ValueError, "0.*above 0"),
@@ -115,7 +116,11 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("seed", None, TypeError, "None.*integer"),
     ("torch_compiler", "fast", ValueError, "'fast'.*'default'"),
     ("adv_norm", "std", ValueError, "'std'.*'mean_only'"),
-    ("loss_type", "ppo", ValueError, "'ppo'.*'cispo'"),
+    ("loss_type", "ppo", ValueError, "'ppo'.*'cispo'$"),
+    ("loss_type", "dapo", ValueError, "'dapo'.*'cispo'. Nearest.*loss_reduction='token'"),
+    ("loss_type", "bnpo", ValueError, "'bnpo'.*loss_reduction='token'"),
+    ("loss_type", "dr_grpo", ValueError, "'dr_grpo'.*loss_reduction='constant'.*'mean_only'"),
+    ("importance_sampling_level", "sequence", ValueError, "'sequence' is 'trajectory' here"),
     ("importance_sampling_level", "word", ValueError, "'word'.*'turn'"),
     ("advantage_granularity", "token", ValueError, "'token'.*'turn'"),
     ("action_granularity", "token", ValueError, "'token'.*'turn'"),
@@ -358,6 +363,34 @@ def test_options_without_effect_say_so(name: str, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO, "agilerl"):
         make_agent(**{name: True})
     assert f"{name} has no effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"adv_filter_eps": 0.0625}, "adv_filter_eps=0.0625 has no effect without filter_zero_adv"),
+        (
+            {"importance_anchor": "sampler", "vllm_importance_sampling_cap": 3.5},
+            "vllm_importance_sampling_cap=3.5 has no effect with importance_anchor='sampler'",
+        ),
+        (
+            {"use_kl_advantage_shaping": True, "beta": 0.0},
+            "use_kl_advantage_shaping has no effect with beta=0",
+        ),
+    ],
+)
+def test_options_that_another_one_switches_off_say_so_once(
+    given: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_agent(**given).clone()
+    make_agent(**given)
+    assert caplog.text.count(says) == 1
+
+
+def test_options_with_an_effect_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    make_agent(adv_filter_eps=0.0625, filter_zero_adv=True, vllm_importance_sampling_cap=3.5)
+    make_agent(use_kl_advantage_shaping=True, beta=0.25, importance_anchor="sampler")
+    assert "has no effect" not in caplog.text
 
 
 def test_lora_dropout_is_off_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

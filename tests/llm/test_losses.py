@@ -340,6 +340,18 @@ def test_bad_clip_bands_are_refused(clip_coef: float | tuple[float, float]) -> N
         clip_band(clip_coef)
 
 
+@pytest.mark.parametrize("band", [(0.0, 1.0), (1.0, 5.0), (0.8, 1.28)])
+def test_a_clip_band_may_end_at_1(band: tuple[float, float]) -> None:
+    assert clip_band(band) == band
+
+
+def test_a_pair_of_epsilons_is_no_clip_band() -> None:
+    with pytest.raises(ValueError, match=r"\(0.2, 0.28\).*contain 1.*pass \(0.8, 1.28\)"):
+        clip_band((0.2, 0.28))
+    with pytest.raises(ValueError, match=r"\(1.5, 3.0\).*contain 1$"):
+        clip_band((1.5, 3.0))
+
+
 def test_settings_that_need_another_input_say_so() -> None:
     with pytest.raises(ValueError, match="turn_ids"):
         evaluate(config(ratio_level="turn"))

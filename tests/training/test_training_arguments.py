@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from resume_helpers import make_agents
 from training_fakes import FakeAgent, FakeGym
 
 from agilerl.training.collectors.reasoning_collector import ReasoningCollector
@@ -83,6 +84,13 @@ def test_several_launched_processes_without_an_accelerator(
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("WORLD_SIZE", "1")
     call()
+
+
+def test_a_ratio_per_turn_is_refused_before_anything_is_generated(tmp_path: Path) -> None:
+    (agent,) = make_agents(1, importance_sampling_level="turn")
+    with pytest.raises(ValueError, match="agent 0 has importance_sampling_level='turn', but fin"):
+        call(pop=[agent])
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_agent_whose_padding_the_environment_takes_for_text() -> None:

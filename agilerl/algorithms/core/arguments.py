@@ -66,7 +66,7 @@ VLLM_MAX_TEMPERATURE = 2.0
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Argument:
     """Metadata of one constructor argument."""
 
@@ -82,6 +82,10 @@ class Argument:
     """May be named in ``hp_config``."""
     supported: bool = True
     """False: any value but the default raises NotImplementedError."""
+
+    def __repr__(self) -> str:
+        # Short, for help() of an agent's class.
+        return "Argument()" if self.default is REQUIRED else f"Argument({self.default!r})"
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a bad value.

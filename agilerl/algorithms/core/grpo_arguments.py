@@ -33,6 +33,15 @@ GRANULARITIES = ("auto", "trajectory", "turn")
 WIDEST_GEOMETRIC_CAP = 1.1
 """A geometric mean over a sequence of some length is never above it, however far off tokens are."""
 
+# What TRL calls a loss is here an objective and a reduction.
+TRL_LOSSES = {
+    "dapo": "Nearest to TRL's 'dapo' is loss_type='grpo' with loss_reduction='token'",
+    "bnpo": "Nearest to TRL's 'bnpo' is loss_type='grpo' with loss_reduction='token'",
+    "dr_grpo": "Nearest to TRL's 'dr_grpo' is loss_type='grpo' with loss_reduction='constant' (and "
+    "adv_norm='mean_only' for its scale_rewards='none')",
+}
+TRL_LEVELS = {"sequence": "TRL's 'sequence' is 'trajectory' here"}
+
 
 class GRPOArguments(LLMArguments):
     """Constructor arguments specific to GRPO, GSPO and CISPO."""
@@ -46,9 +55,9 @@ class GRPOArguments(LLMArguments):
     fused_loss_chunk_rows: int | None = argument(OPTIONAL_COUNT, None, supported=False)
     use_kl_advantage_shaping: bool = argument(FLAG, False)
     adv_norm: AdvNorm = argument(OneOf(("mean_std", "mean_only", "batch_std")), "mean_std")
-    loss_type: LossType = argument(OneOf(tuple(LOSS_TABLE)), "grpo")
+    loss_type: LossType = argument(OneOf(tuple(LOSS_TABLE), TRL_LOSSES), "grpo")
     importance_sampling_level: RatioLevel | None = argument(
-        OneOf((None, "token", "turn", "trajectory")), None
+        OneOf((None, "token", "turn", "trajectory"), TRL_LEVELS), None
     )
     advantage_granularity: str = argument(OneOf(GRANULARITIES), "auto")
     action_granularity: str | None = argument(OneOf((None, *GRANULARITIES)), None)
@@ -94,6 +103,7 @@ class GRPOArguments(LLMArguments):
             "clip_coef bounds already; leave dual_clip at None",
         )
         _warn_of_narrow_cispo(arguments)
+        _warn_of_no_effect(arguments)
         level = arguments["importance_sampling_level"]
         pooled = arguments["loss_type"] == "gspo" and level in ("token", "turn")
         if pooled and not arguments["clone"]:  # a clone would only repeat it
@@ -163,6 +173,32 @@ class GRPOArguments(LLMArguments):
             needs_old=self.importance_anchor == "old",
             needs_entropy=self.entropy_coef != 0.0,
             top_entropy_quantile=self.top_entropy_quantile,
+        )
+
+
+def _warn_of_no_effect(arguments: Mapping[str, Any]) -> None:
+    """Say once which options another setting switches off."""
+    if arguments["clone"]:
+        return
+    eps, cap = arguments["adv_filter_eps"], arguments["vllm_importance_sampling_cap"]
+    if eps > 0 and not arguments["filter_zero_adv"]:
+        warn_once(
+            logger,
+            "adv_filter_eps=%g has no effect without filter_zero_adv; set that to True",
+            eps,
+        )
+    default = GRPOArguments.argument_table()["vllm_importance_sampling_cap"].default
+    if cap != default and arguments["importance_anchor"] == "sampler":
+        warn_once(
+            logger,
+            "vllm_importance_sampling_cap=%g has no effect with importance_anchor='sampler', which "
+            "leaves nothing to correct; clip_coef bounds the ratio",
+            cap,
+        )
+    if arguments["use_kl_advantage_shaping"] and arguments["beta"] == 0:
+        warn_once(
+            logger,
+            "use_kl_advantage_shaping has no effect with beta=0; set beta above 0, or leave it out",
         )
 
 

@@ -47,13 +47,6 @@ def pooled_log_ratio(
     return torch.where(mask, (total / count.clamp(min=1)).gather(1, index), 0.0)
 
 
-def importance_weights(
-    old_logp: torch.Tensor, sampling_logp: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """``exp(old - sampling)`` per token, ``(B, S)``: the sampler correction before its cap."""
-    return torch.where(mask, (old_logp - sampling_logp).exp(), 0.0)
-
-
 @dataclass(frozen=True)
 class CorrectionSpec:
     """Definition of an ``importance_correction``."""

@@ -65,7 +65,7 @@ def clip_band(
         name: What an error calls it.
 
     Raises:
-        ValueError: Unless ``0 <= lo < hi``.
+        ValueError: Unless ``0 <= lo < hi``, with 1, the ratio of fresh rollouts, within the band.
     """
     low, high = (
         clip_coef if isinstance(clip_coef, tuple | list) else (1.0 - clip_coef, 1.0 + clip_coef)
@@ -74,6 +74,12 @@ def clip_band(
         raise ValueError(
             f"{name} is {clip_coef}: the ratio band ({low}, {high}) must satisfy 0 <= lo < hi; "
             "pass a scalar in (0, 1] or a tuple such as (0.0, 5.0)"
+        )
+    if not low <= 1.0 <= high:
+        meant = f"; for epsilons {low:g} and {high:g} pass ({1 - low:g}, {1 + high:g})"
+        raise ValueError(
+            f"{name} is {clip_coef}: the pair is the band of the ratio itself, which must contain "
+            f"1{meant if high < 1 else ''}"
         )
     return float(low), float(high)
 
