@@ -59,6 +59,13 @@ AGAINST_SAMPLER = {
     "importance_anchor": "sampler",
     "batch_size": 16,
 }
+# Rows without an advantage count in the quantile, and masked ones in the denominator.
+MASKED = {
+    "beta": 0.0,
+    "mask_truncated_completions": True,
+    "loss_reduction": "token",
+    "top_entropy_quantile": 0.4,
+}
 # The trajectories that ``sample_mask`` keeps: some of one prompt, one and all of the others.
 LEFT = torch.tensor([[True, False, True, True], [False, False, True, False], [True] * GROUP])
 DECAY = OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.95))

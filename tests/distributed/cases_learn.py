@@ -18,6 +18,7 @@ from agents_and_batches import (
     CREDIT,
     DECAY,
     LEFT,
+    MASKED,
     OPTIONS,
     PROMPTS_OF_RANK,
     TOKENIZER,
@@ -118,16 +119,17 @@ def nothing_to_learn_anywhere(accelerator: Any) -> dict[str, Any]:
 
 @case
 def some_left_out(accelerator: Any) -> dict[str, Any]:
-    """Other ones on each rank; once more with turn credit and whitening."""
+    """Other ones on each rank; with turn credit and whitening; masked instead."""
     mask = LEFT[PROMPTS_OF_RANK[accelerator.process_index]]
     agent, credit = make_agent(accelerator), make_agent(accelerator, **CREDIT)
     part = mine(accelerator)
     part.rewards[~mask] = math.nan
     first = found(agent, part.learned_by(agent, sample_mask=mask))
-    return {
-        "plain": first,
-        "credit": found(credit, part.learned_by(credit, per_turn=True, sample_mask=mask)),
-    }
+    second = found(credit, part.learned_by(credit, per_turn=True, sample_mask=mask))
+    masked, part = make_agent(accelerator, **MASKED), mine(accelerator)
+    part.rewards[0] = 0.0
+    third = found(masked, part.learned_by(masked, truncated=~mask))
+    return {"plain": first, "credit": second, "masked": third}
 
 
 @case

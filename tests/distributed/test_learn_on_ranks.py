@@ -18,7 +18,9 @@ from agents_and_batches import (
     CREDIT,
     DECAY,
     LEFT,
+    MASKED,
     OPTIONS,
+    PROMPTS_OF_RANK,
     Data,
     data,
     make_agent,
@@ -118,6 +120,11 @@ def test_what_ranks_leave_out_is_left_out_of_the_whole_batch(ranks: Ranks) -> No
     assert_same([rank["plain"] for rank in ranks], plain, metrics, atol=1e-5)
     metrics = data().learned_by(credit, per_turn=True, sample_mask=LEFT)
     assert_same([rank["credit"] for rank in ranks], credit, metrics, atol=1e-5)
+    masked, whole = make_agent(**MASKED), data()
+    for prompts in PROMPTS_OF_RANK:
+        whole.rewards[prompts[0]] = 0.0
+    metrics = whole.learned_by(masked, truncated=~LEFT)
+    assert_same([rank["masked"] for rank in ranks], masked, metrics, atol=1e-5)
 
 
 @each_setting("options_of_the_loss")
