@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from agilerl.llm.generation import prefix_cache
+from agilerl.llm.generation.kv_cache import prefix_cache
 from agilerl.llm.generation.kv_cache.growing_cache import GrowingLayer
 from agilerl.llm.generation.kv_cache.prefix_cache import PrefixCache
 
