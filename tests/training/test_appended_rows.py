@@ -23,7 +23,7 @@ from resume_helpers import (
 )
 
 from agilerl.algorithms import GRPO
-from agilerl.training.logs import run_log
+from agilerl.training.logs import rank_zero_log
 from agilerl.training.train_llm import finetune_llm_reasoning
 
 Run = dict[str, Any]
@@ -110,12 +110,12 @@ def test_passes_are_those_that_were_completed(
     """One of 5 rows, and two of 8; the progress bar counts the same."""
     totals: list[int | None] = []
 
-    class Bar(run_log.ProgressBar):
-        def __init__(self, total: int | None, enabled: bool, done: int = 0) -> None:
+    class Bar(rank_zero_log.ProgressBar):
+        def __init__(self, total: int | None, **options: Any) -> None:
             totals.append(total)
-            super().__init__(total, enabled, done)
+            super().__init__(total, **options)
 
-    monkeypatch.setattr(run_log, "ProgressBar", Bar)
+    monkeypatch.setattr(rank_zero_log, "ProgressBar", Bar)
     run_on(tmp_path / "run", 5, stop=4, num_epochs=3)
     if stop_again:
         run_on(tmp_path / "run", 8, stop=1, num_epochs=3)
