@@ -66,10 +66,11 @@ class GracefulStop:
             return
         # print() is not safe here: the signal may have interrupted another print(). Nor is there
         # always a reader left: in `train.py 2>&1 | tee log` the same Ctrl-C ends tee.
-        again = "Interrupt the kernel" if self._in_notebook else "Press Ctrl-C"
+        how = "Interrupt the kernel" if self._in_notebook else "Press Ctrl-C"
+        again = f"{how} again" if number == signal.SIGINT else how
         message = (
             f"\n{name}: finishing this iteration, or this batch of an evaluation, then saving. "
-            f"{again} again to stop at once without saving.\n"
+            f"{again} to stop at once without saving.\n"
         )
         if self._in_notebook:  # its stream may be written to here, and the file is not shown
             sys.stderr.write(message)

@@ -86,7 +86,7 @@ class Learner:
                 iteration - FLAT_WINDOW + 1,
                 iteration,
                 float(experience.kept_rewards.mean()),
-                remedy_for_flat_rewards(experience),
+                remedy_for_flat_rewards(experience, self._options.accuracy_threshold),
             )
 
     def _warn_of_no_rate(self, member: Member, lr: float | None, iteration: int) -> None:

@@ -147,6 +147,11 @@ class Population:
         return [numbers[id(member.collector)] for member in self]
 
     @property
+    def unit(self) -> str:
+        """What its steps are: ``"prompts"`` or ``"turns"``."""
+        return self.collectors[0].unit
+
+    @property
     def evaluates(self) -> bool:
         """Whether there is held-out data for every member."""
         return all(collector.evaluates for collector in self.collectors)

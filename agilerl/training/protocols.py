@@ -204,6 +204,9 @@ class EvaluationPlan:
 class Collector(Protocol):
     """Collects experiences. The only thing in which the training functions differ."""
 
+    unit: str
+    """What is counted as steps: ``"prompts"`` or ``"turns"``."""
+
     @property
     def num_epochs(self) -> int:
         """Completed passes over the training data."""

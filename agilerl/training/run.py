@@ -91,8 +91,8 @@ def run_training(
                 while checkpoint.agents:
                     checkpoint.agents.pop().restore()
                 loop.load_state_dict(checkpoint.state)
-                if checkpoint.appended and loop.bounds.reached() and ranks.rank == 0:
-                    _warn_of_unused_rows(options)
+                if loop.bounds.reached() and ranks.rank == 0:
+                    _say_that_it_was_over(options, log, appended=bool(checkpoint.appended))
             stopped_by = loop.run()
             status = "killed" if stopped_by == "SIGTERM" else "finished"
         finally:
@@ -103,13 +103,20 @@ def run_training(
         raise SystemExit(options.exit_code_on_sigterm)
 
 
-def _warn_of_unused_rows(options: TrainingOptions) -> None:
+def _say_that_it_was_over(options: TrainingOptions, log: RunLog, appended: bool) -> None:
+    """Of a run that was at its bound already; appended rows are then not trained on."""
     names = ("num_epochs", "max_steps", "max_wall_seconds")
     bounds = [f"{name}={vars(options)[name]}" for name in names if vars(options)[name] is not None]
-    logger.warning(
-        "The run was at its bound before rows were appended, so they are not trained on: raise %s.",
-        " or ".join(bounds),
-    )
+    given = " or ".join(bounds)
+    if appended:
+        logger.warning(
+            "The run was at its bound before rows were appended, so they are not trained on: "
+            "raise %s.",
+            given,
+        )
+        return
+    message = f"The run was at its bound already, so nothing is trained. To go on, raise {given}"
+    log.report(logger, message)
 
 
 def _check_states(population: Population, options: TrainingOptions, ranks: Ranks) -> None:
@@ -167,8 +174,7 @@ def _opened_log(
         if ranks.rank > 0:
             return NoLog()
         return RankZeroLog(
-            *(directory.path, directory.name, options, config, total, state),
-            evaluates=population.evaluates,
+            *(population, directory.path, directory.name, options, config, total, state),
             logged=logged,
         )
 

@@ -73,8 +73,9 @@ def finetune_llm_reasoning(  # noqa: PLR0913, PLR0917, D417  the contract's argu
     """Finetune a population on single-turn tasks.
 
     One iteration is one batch of prompts and one ``learn`` per agent. All agents are evaluated on
-    the whole test split before training, every ``evaluation_interval`` iterations and at the end;
-    without a test split never, and nothing can be chosen by fitness.
+    the test split, or on ``evaluation_rows`` of each test set, before training, every
+    ``evaluation_interval`` iterations and at the end; without a test split never, and nothing can
+    be chosen by fitness.
     The run ends with the iteration in which an agent has consumed ``max_steps`` prompts, all
     agents of an environment ``num_epochs`` times its training prompts, or ``max_wall_seconds`` have
     passed, whichever comes first; without any of the three, after one pass over the data. Ctrl-C

@@ -233,7 +233,9 @@ def test_a_finished_run_has_nothing_left_to_do(whole: dict[str, Any], tmp_path: 
     assert [agent.scores for agent in pop] == [facts[f"{i} history"][1] for i in (0, 1)]
 
 
-def test_a_run_that_ended_off_the_interval_is_done_too(tmp_path: Path) -> None:
+def test_a_run_that_ended_off_the_interval_is_done_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_reasoning(tmp_path, pop=make_agents(1), checkpoint_steps=3)
     rows = rows_of(tmp_path)
     trained: list[None] = []
@@ -245,6 +247,9 @@ def test_a_run_that_ended_off_the_interval_is_done_too(tmp_path: Path) -> None:
         hook=lambda: trained.append(None),
     )
     assert (trained, rows_of(tmp_path)) == ([], rows)
+    printed = capsys.readouterr().out
+    assert printed.count("The run was at its bound already, so nothing is trained") == 1
+    assert "raise max_steps=" in printed
     assert checkpoints_in(tmp_path)[-2:] == ["iteration_00000003", "iteration_00000004"]
 
 

@@ -324,7 +324,8 @@ def test_passes_over_shared_data_are_divided_among_agents(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     train([FakeAgent(0), FakeAgent(1)], FakeGym(rows=8), max_steps=None, num_epochs=1, verbose=True)
-    assert "4/4" in capfd.readouterr().err
+    shown = capfd.readouterr().err
+    assert "4/4" in shown and "prompts/s" in shown
 
 
 def test_training_in_a_thread_works(tmp_path: Path) -> None:

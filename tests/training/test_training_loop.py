@@ -241,6 +241,15 @@ def test_a_window_without_reward_variance_is_said_loudly(caplog: pytest.LogCaptu
     assert "(1 to 10)" in warned[0]
 
 
+def test_a_solved_task_is_said_to_be_solved(caplog: pytest.LogCaptureFixture) -> None:
+    agent = FakeAgent(right_of_group=2)
+    agent.right_of_group = agent.group_size
+    train([agent], FakeGym(rows=100), max_steps=20)
+    (warned,) = (record.getMessage() for record in caplog.records)
+    assert "at least the reward 1, so the task is solved" in warned
+    assert "easier" not in warned
+
+
 def test_a_learning_rate_of_zero_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

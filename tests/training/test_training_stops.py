@@ -125,6 +125,8 @@ def test_a_signal_finishes_the_iteration_and_saves(
     assert expected in shown.out
     assert expected in caplog.messages
     assert "finishing this iteration" in shown.err
+    again = "Press Ctrl-C again to stop" if number == signal.SIGINT else "Press Ctrl-C to stop"
+    assert again in shown.err
     assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == handlers
 
 

@@ -73,5 +73,5 @@ def test_the_warning_names_it_where_most_were_cut_off(
 def test_of_episodes_it_names_the_turns() -> None:
     played = Experience(([], [], None), torch.zeros(1, 2), 2, 2, 0.0, 0.0)
     played.metrics.update(turns_mean=3.0, truncated_share=0.75)
-    assert "75% of its episodes were cut off" in remedy_for_flat_rewards(played)
-    assert "Raise max_turns" in remedy_for_flat_rewards(played)
+    assert "75% of its episodes were cut off" in remedy_for_flat_rewards(played, 1.0)
+    assert "Raise max_turns" in remedy_for_flat_rewards(played, 1.0)

@@ -238,8 +238,13 @@ def time_statistics(experience: Experience, learning_seconds: float) -> dict[str
     }
 
 
-def remedy_for_flat_rewards(experience: Experience) -> str:
-    """Names truncation where most answers were cut off before they could earn anything."""
+def remedy_for_flat_rewards(experience: Experience, accuracy_threshold: float) -> str:
+    """Says so if all answers are right; names truncation where most were cut off before the end."""
+    if bool(right_answers(experience.kept_rewards, accuracy_threshold).all()):
+        return (
+            f"All of its answers have at least the reward {accuracy_threshold:g}, so the task is "
+            "solved: end the run, or give it harder prompts."
+        )
     share = experience.metrics.get("truncated_share", 0.0)
     if share > 0.5:
         what, limits = "completions", "max_output_tokens or max_model_len"

@@ -44,6 +44,8 @@ class MultiTurnCollector:
         ranks: The processes that train together: all draw equally many batches.
     """
 
+    unit = "turns"
+
     def __init__(
         self,
         env: SyncMultiTurnVecEnv,

@@ -60,6 +60,8 @@ class ReasoningCollector:
         ranks: The processes that train together: all draw equally many batches.
     """
 
+    unit = "prompts"
+
     def __init__(
         self,
         env: SingleTurnEnv,

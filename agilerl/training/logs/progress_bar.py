@@ -53,9 +53,12 @@ class ProgressBar:
         total: Steps per agent of the whole run, None when unknown.
         enabled: False draws nothing.
         done: Steps per agent that are completed already.
+        unit: What a step is.
     """
 
-    def __init__(self, total: int | None, enabled: bool, done: int = 0) -> None:
+    def __init__(
+        self, total: int | None, enabled: bool, done: int = 0, unit: str = "prompts"
+    ) -> None:
         # Imported late: in a notebook without ipywidgets the import warns.
         from tqdm.auto import tqdm
 
@@ -63,7 +66,7 @@ class ProgressBar:
             total=total,
             initial=done if total is None else min(done, total),
             disable=not enabled,
-            unit="step",
+            unit=f" {unit}",
             dynamic_ncols=True,
             file=ErrorTolerantStream(sys.stderr),
         )

@@ -28,7 +28,7 @@ from agilerl.training.logs.progress_bar import ProgressBar
 from agilerl.training.logs.run_log import RunLog
 from agilerl.training.logs.terminal import is_printed_by_logging
 from agilerl.training.options import TrainingOptions
-from agilerl.training.population import Best
+from agilerl.training.population import Best, Population
 from agilerl.training.protocols import Agent, Row
 from agilerl.training.trackers.protocol import (
     CompletionTable,
@@ -53,13 +53,13 @@ class RankZeroLog(RunLog):
     again with the next row.
 
     Args:
+        population: Of whom.
         directory: The run's folder, without files of another run.
         name: Name of the run in TensorBoard and W&B.
         options: What was asked for: trackers, tables, a progress bar.
         config: What the trackers show as the configuration.
         total: Steps per agent of the whole run, None when unknown.
         resumed: State of the checkpoint that the run is resumed from, if any.
-        evaluates: Whether there are evaluations to write of.
         logged: See :attr:`TrackedRun.logged`.
 
     Raises:
@@ -68,16 +68,16 @@ class RankZeroLog(RunLog):
 
     def __init__(
         self,
+        population: Population,
         directory: Path,
         name: str,
         options: TrainingOptions,
         config: Mapping[str, Any],
         total: int | None,
         resumed: Mapping[str, Any] | None = None,
-        evaluates: bool = True,
         logged: Mapping[str, int] | None = None,
     ) -> None:
-        left_out = () if evaluates else EVALUATION_COLUMNS
+        left_out = () if population.evaluates else EVALUATION_COLUMNS
         columns = [name for name in FIRST_COLUMNS if name not in left_out]
         self._metrics = MetricsCsv(directory / METRICS_FILE, columns)
         self._completions = CompletionsFile(directory / COMPLETIONS_FILE)
@@ -90,7 +90,7 @@ class RankZeroLog(RunLog):
             after, noted = resumed["iteration"], resumed["log"].get("trackers", {})
         tracked = TrackedRun(name, directory, config, after, logged=logged or {})
         self._trackers = TrackerSet(_trackers(options, directory, name), tracked, noted)
-        self._bar = ProgressBar(total, enabled=options.verbose, done=done)
+        self._bar = ProgressBar(total, enabled=options.verbose, done=done, unit=population.unit)
         self._verbose = options.verbose
 
     def write_rows(self, rows: Sequence[Row], consumed: int, best: Best | None = None) -> None:
