@@ -18,11 +18,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from measure import StolenTime
 from report import run_workloads
-from workloads import WORKLOADS, Workload
+from workloads import WORKLOADS, Workload, completion_lengths
 
 SIDES = ("agilerl", "trl")
-PARTS = ("total", "generation", "rest")
+PARTS = ("total", "generation", "rest", "wall")
 
 
 class Side:
@@ -84,13 +85,14 @@ def run_workload(
         Settings, the reports of every step per side, medians, and with two sides the ratios.
     """
     rounds = workload.warmup_steps + steps
+    stolen = StolenTime()
     workers = [Side(name, workload, rounds, threads) for name in sides]
     reports: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for number in range(rounds):
         kind = "warm-up" if number < workload.warmup_steps else "step"
         for worker in workers:
             report = worker.step()
-            _check_lengths(worker.name, report, workload)
+            _check_lengths(worker.name, report, workload, number)
             reports[worker.name].append(report)
             print(
                 f"  {kind} {number}: {worker.name} {report['seconds']['total']:.2f} s", flush=True
@@ -98,16 +100,18 @@ def run_workload(
     for worker in workers:
         worker.close()
     results = {name: _summary(reports[name], workload.warmup_steps) for name in sides}
-    return {"settings": asdict(workload), "sides": results, "ratio": _ratios(results)}
+    return {
+        "settings": asdict(workload),
+        "sides": results,
+        "ratio": _ratios(results),
+        "stolen_time_share": round(stolen.share(), 3),
+    }
 
 
-def _check_lengths(name: str, report: dict[str, Any], workload: Workload) -> None:
-    lengths = {report["shortest_completion"], report["longest_completion"]}
-    if report["completions"] != workload.sequences or lengths != {workload.new_tokens}:
-        raise RuntimeError(
-            f"{name} made {report['completions']} completions of {sorted(lengths)} tokens where "
-            f"{workload.sequences} of {workload.new_tokens} were asked for"
-        )
+def _check_lengths(name: str, report: dict[str, Any], workload: Workload, step: int) -> None:
+    lengths, wanted = report.pop("lengths"), completion_lengths(workload, step)
+    if lengths != wanted:
+        raise RuntimeError(f"{name} made completions of {lengths} tokens, not of {wanted}")
 
 
 def _summary(reports: list[dict[str, Any]], warmup_steps: int) -> dict[str, Any]:
@@ -132,7 +136,7 @@ def _ratios(results: dict[str, dict[str, Any]]) -> dict[str, float] | None:
 
 def print_summary(name: str, result: dict[str, Any]) -> None:
     """Print one line per side and one with the ratios."""
-    print(f"{name}: median seconds per step, memory added at the peak")
+    print(f"{name}: median CPU seconds per step, memory added at the peak")
     for side, summary in result["sides"].items():
         times = ", ".join(f"{part} {summary['median_seconds'][part]:.3f}" for part in PARTS)
         print(f"  {side:8} {times}, {summary['memory_bytes']['added'] / 1e6:.0f} MB")
@@ -148,7 +152,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
     parser.add_argument("--steps", type=int, help="measured steps of each side and workload")
     parser.add_argument("--only", choices=SIDES, help="run one side, without a ratio")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="where to write the JSON; nowhere by default")
     arguments = parser.parse_args(argv)
     for name in ("steps", "threads"):

@@ -20,26 +20,44 @@ PACKAGES = (
 
 @dataclass
 class StepTimer:
-    """Splits a step into generation (what runs inside :meth:`generation`) and the rest."""
+    """Splits the CPU seconds of a step into generation and the rest.
+
+    CPU seconds of the process, all threads: what other tenants of the machine do does not count.
+    With one thread they are what the step takes on a machine of its own.
+    """
 
     generation_seconds: float = 0.0
-    _start: float = field(default_factory=time.perf_counter)
+    _start: float = field(default_factory=time.process_time)
+    _wall_start: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def generation(self) -> Iterator[None]:
         """Count the time spent inside as generation."""
-        start = time.perf_counter()
+        start = time.process_time()
         yield
-        self.generation_seconds += time.perf_counter() - start
+        self.generation_seconds += time.process_time() - start
 
     def stop(self) -> dict[str, float]:
-        """Return the seconds since construction: ``total``, ``generation`` and ``rest``."""
-        total = time.perf_counter() - self._start
+        """Return the CPU seconds since construction, and ``wall``, those of the clock."""
+        total = time.process_time() - self._start
         return {
             "total": total,
             "generation": self.generation_seconds,
             "rest": total - self.generation_seconds,
+            "wall": time.perf_counter() - self._wall_start,
         }
+
+
+class StolenTime:
+    """Share of the processors' time that the host gave to other machines since construction."""
+
+    def __init__(self) -> None:
+        self._start = _processor_times()
+
+    def share(self) -> float:
+        """Return it, between 0 and 1."""
+        spent = [now - then for now, then in zip(_processor_times(), self._start, strict=True)]
+        return spent[7] / max(sum(spent[:8]), 1)
 
 
 class MemoryPeak:
@@ -80,6 +98,11 @@ def describe_machine(threads: int) -> dict[str, Any]:
 def load_average() -> list[float]:
     """Return the machine's load over 1, 5 and 15 minutes; about 0 is fit to measure on."""
     return [round(load, 2) for load in os.getloadavg()]
+
+
+def _processor_times() -> list[int]:
+    """The numbers of the line ``cpu`` of /proc/stat; the eighth is what was stolen."""
+    return [int(number) for number in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
 
 
 def _status_bytes(key: str) -> int:

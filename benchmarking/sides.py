@@ -7,13 +7,26 @@ both count the reward function. A step ends after the optimizer step.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from measure import MemoryPeak, StepTimer
-from workloads import Workload, agent_arguments, build_model, lora_config, reward, step_prompts
+from workloads import (
+    Workload,
+    agent_arguments,
+    build_model,
+    completion_lengths,
+    lora_config,
+    reward,
+    step_prompts,
+)
+
+if TYPE_CHECKING:
+    from agilerl.llm.generation.decode import PromptBatch
 
 
 def run_side(
@@ -55,7 +68,7 @@ def run_agilerl(connection: Connection, workload: Workload, steps: int) -> None:
         ]
         connection.recv()
         timer = StepTimer()
-        with timer.generation():
+        with timer.generation(), row_limits(completion_lengths(workload, step)):
             result = agent.get_action(prompts)
         completions = [
             [row[1:][mask].tolist() for row, mask in zip(ids, masks, strict=True)]
@@ -66,6 +79,55 @@ def run_agilerl(connection: Connection, workload: Workload, steps: int) -> None:
         seconds = timer.stop()
         lengths = [len(row) for group in completions for row in group]
         connection.send(_report(seconds, lengths, rewards.flatten().tolist(), memory))
+
+
+@contextmanager
+def row_limits(lengths: Sequence[int]) -> Iterator[None]:
+    """Within it, completion i of the next rollout ends at ``lengths[i]`` tokens.
+
+    No public setting does that; with limits that are all the same this changes nothing.
+    """
+    from agilerl.llm.generation.batching import RequestBatch
+
+    batch_of = RequestBatch._batch
+
+    def limited(self: RequestBatch, chunk: Sequence[int]) -> PromptBatch:
+        batch = batch_of(self, chunk)
+        own = [min(limit, lengths[i]) for limit, i in zip(batch.limits, chunk, strict=True)]
+        return replace(batch, limits=own)
+
+    RequestBatch._batch = limited  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RequestBatch._batch = batch_of  # type: ignore[method-assign]
+
+
+def ending_at(
+    lengths: Callable[[], list[int]], generate: Callable[..., Any], eos_token_id: int
+) -> Callable[..., Any]:
+    """``generate`` of a transformers model, with completions that end at given lengths.
+
+    Args:
+        lengths: Returns the tokens of each completion, the end of sequence included.
+        generate: The model's method.
+        eos_token_id: The only token that is allowed there.
+    """
+    from transformers import LogitsProcessorList
+
+    def ended(*args: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        last, prompt_width = torch.tensor(lengths()), input_ids.shape[1]
+
+        def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            ends = last == ids.shape[1] - prompt_width + 1
+            scores[ends] = -torch.inf
+            scores[ends, eos_token_id] = 0.0
+            return scores
+
+        processors = LogitsProcessorList([process])
+        return generate(*args, input_ids=input_ids, logits_processor=processors, **kwargs)
+
+    return ended
 
 
 def run_trl(connection: Connection, workload: Workload, steps: int) -> None:
@@ -82,6 +144,7 @@ def run_trl(connection: Connection, workload: Workload, steps: int) -> None:
     timer = StepTimer()
     rewards: list[float] = []
     lengths: list[int] = []
+    updates = rollouts = 0
 
     def reward_function(completion_ids: list[list[int]], **_: Any) -> list[float]:
         lengths[:] = map(len, completion_ids)
@@ -91,11 +154,16 @@ def run_trl(connection: Connection, workload: Workload, steps: int) -> None:
     class Steps(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             nonlocal timer
-            connection.recv()
-            timer = StepTimer()
+            if updates % workload.optimizer_steps == 0:
+                connection.recv()
+                timer = StepTimer()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            connection.send(_report(timer.stop(), lengths, rewards, memory))
+            nonlocal updates, rollouts
+            updates += 1
+            if updates % workload.optimizer_steps == 0:
+                rollouts += 1
+                connection.send(_report(timer.stop(), lengths, rewards, memory))
 
     def timed(generate: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -121,35 +189,46 @@ def run_trl(connection: Connection, workload: Workload, steps: int) -> None:
         )
         trainer.remove_callback(PrinterCallback)
         trainer._generate_single_turn = timed(trainer._generate_single_turn)
+        if workload.mean_new_tokens is not None:
+            trainer.model.generate = ending_at(
+                lambda: completion_lengths(workload, rollouts),
+                trainer.model.generate,
+                tokenizer.eos_token_id,
+            )
         connection.send({"ready": True})
         trainer.train()
 
 
 def _trl_settings(workload: Workload, steps: int) -> dict[str, Any]:
-    return {
+    shape = {
         "use_cpu": True,
         "bf16": False,
-        "gradient_checkpointing": False,
         "per_device_train_batch_size": workload.micro_batch_size,
-        "gradient_accumulation_steps": workload.sequences // workload.micro_batch_size,
+        "gradient_accumulation_steps": workload.batch_size // workload.micro_batch_size,
+        "steps_per_generation": workload.sequences // workload.micro_batch_size,
         "num_generations": workload.group_size,
-        "num_iterations": 1,
-        "max_steps": steps,
-        "loss_type": "grpo",
+        "max_steps": steps * workload.optimizer_steps,
         "beta": workload.beta,
         "learning_rate": workload.lr,
-        "max_grad_norm": workload.max_grad_norm,
         "max_completion_length": workload.new_tokens,
         "generation_kwargs": {"min_new_tokens": workload.new_tokens},
-        "temperature": workload.temperature,
-        "top_p": workload.top_p,
-        "top_k": workload.top_k,
         "shuffle_dataset": False,
         "logging_strategy": "no",
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
         "seed": workload.seed,
+    }
+    if workload.defaults:
+        return shape
+    return shape | {
+        "gradient_checkpointing": False,
+        "num_iterations": 1,
+        "loss_type": "grpo",
+        "max_grad_norm": workload.max_grad_norm,
+        "temperature": workload.temperature,
+        "top_p": workload.top_p,
+        "top_k": workload.top_k,
     }
 
 
@@ -158,9 +237,7 @@ def _report(
 ) -> dict[str, Any]:
     return {
         "seconds": seconds,
-        "completions": len(lengths),
-        "shortest_completion": min(lengths),
-        "longest_completion": max(lengths),
+        "lengths": list(lengths),
         "reward_mean": sum(rewards) / len(rewards),
         "memory_bytes": memory.read(),
     }

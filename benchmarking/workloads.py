@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +32,14 @@ class Workload:
     prompts: int = 8
     group_size: int = 8
     new_tokens: int = 64
+    """Of the longest completion; all are as long unless ``mean_new_tokens`` is set."""
+    shortest_completion: int = 4
+    mean_new_tokens: int | None = None
+    """Lengths are drawn from a geometric distribution with this mean, cut off at both ends."""
+    optimizer_steps: int = 1
+    """Per rollout, each over as many of its sequences."""
+    defaults: bool = False
+    """Whether each library runs with its own defaults in what is not shape, KL or learning rate."""
     shortest_prompt: int = 56
     longest_prompt: int = 64
     micro_batch_size: int = 16
@@ -45,8 +54,13 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Completions of one step, all of them in one optimizer step."""
+        """Completions of one step."""
         return self.prompts * self.group_size
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of an optimizer step."""
+        return self.sequences // self.optimizer_steps
 
     @property
     def max_model_len(self) -> int:
@@ -54,14 +68,17 @@ class Workload:
         return self.longest_prompt + self.new_tokens
 
 
-WORKLOADS = {
-    "tiny": Workload(
-        "tiny", vocab_size=260, hidden_size=128, layers=4, warmup_steps=2, measured_steps=9
-    ),
-    "vocab32k": Workload(
+TINY = Workload("tiny", vocab_size=260, hidden_size=128, layers=4, warmup_steps=2, measured_steps=9)
+_ALL = (
+    TINY,
+    Workload(
         "vocab32k", vocab_size=32768, hidden_size=256, layers=6, warmup_steps=1, measured_steps=5
     ),
-}
+    replace(TINY, name="long_prompts", shortest_prompt=512, longest_prompt=512, measured_steps=5),
+    replace(TINY, name="uneven", new_tokens=256, mean_new_tokens=64),
+    replace(TINY, name="two_updates", optimizer_steps=2, defaults=True),
+)
+WORKLOADS = {workload.name: workload for workload in _ALL}
 
 
 def build_model(workload: Workload) -> Qwen2ForCausalLM:
@@ -95,17 +112,21 @@ def lora_config(workload: Workload) -> LoraConfig:
 
 def agent_arguments(workload: Workload) -> dict[str, Any]:
     """The arguments of this library's agents, but for model, padding and seed."""
-    return {
+    shape = {
         "lora_config": lora_config(workload),
-        "batch_size": workload.sequences,
+        "batch_size": workload.batch_size,
         "micro_batch_size_per_gpu": workload.micro_batch_size,
         "group_size": workload.group_size,
         "beta": workload.beta,
         "lr": workload.lr,
-        "max_grad_norm": workload.max_grad_norm,
         "max_output_tokens": workload.new_tokens,
         "min_output_tokens": workload.new_tokens,
         "max_model_len": workload.max_model_len,
+    }
+    if workload.defaults:
+        return shape
+    return shape | {
+        "max_grad_norm": workload.max_grad_norm,
         "temperature": workload.temperature,
         "top_p": workload.top_p,
         "top_k": workload.top_k,
@@ -127,6 +148,18 @@ def step_prompts(workload: Workload, step: int) -> list[str]:
         for _ in range(workload.prompts)
     ]
     return ["".join(rng.choices(string.ascii_letters, k=length)) for length in lengths]
+
+
+def completion_lengths(workload: Workload, step: int) -> list[int]:
+    """Return the tokens of each completion of a step, those of one prompt side by side."""
+    if workload.mean_new_tokens is None:
+        return [workload.new_tokens] * workload.sequences
+    rng = random.Random(f"{workload.seed}/{step}/lengths")
+    drawn = [
+        1 + int(math.log(1.0 - rng.random()) / math.log(1.0 - 1.0 / workload.mean_new_tokens))
+        for _ in range(workload.sequences)
+    ]
+    return [min(max(n, workload.shortest_completion), workload.new_tokens) for n in drawn]
 
 
 def reward(completion_ids: Sequence[int]) -> float:
