@@ -20,5 +20,5 @@ def test_a_schedule_needs_at_least_one_epoch_and_a_share_of_warm_up() -> None:
 
 def test_every_record_is_frozen() -> None:
     records = [item for item in vars(config).values() if dataclasses.is_dataclass(item)]
-    assert len(records) == 8
+    assert len(records) == 9
     assert all(record.__dataclass_params__.frozen for record in records)

@@ -22,8 +22,10 @@ SETTINGS = {
     "only warnings": ("logging.basicConfig(level=logging.WARNING)", 1),
     "to a file": ("logging.basicConfig(filename='l.txt', level=logging.INFO)", 1),
     "with rich": (
+        "from rich.console import Console\n"
         "from rich.logging import RichHandler\n"
-        "logging.basicConfig(handlers=[RichHandler()], level=logging.INFO, format='%(message)s')",
+        "handler = RichHandler(console=Console(width=200))\n"  # lines are not wrapped
+        "logging.basicConfig(handlers=[handler], level=logging.INFO, format='%(message)s')",
         1,
     ),
 }
