@@ -82,11 +82,11 @@ def test_a_delegating_environment_shares_the_event_loop_too() -> None:
         def close(self) -> None:
             self.wrapper.close()
 
-    loops = sum(thread.name == "environment-loop" for thread in threading.enumerate())
+    before = set(threading.enumerate())  # a loop of another test may be about to end
     env = SyncMultiTurnVecEnv(Delegating, 3)
     assert env.play(act, [1, 2, 3]).returns.tolist() == [6, 6, 6]
-    after = sum(thread.name == "environment-loop" for thread in threading.enumerate())
-    assert after == loops + 1
+    begun = set(threading.enumerate()) - before
+    assert sum(thread.name == "environment-loop" for thread in begun) == 1
     env.close()
 
 
