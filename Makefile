@@ -24,7 +24,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MANIFESTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm test test-fast demo demo-multiturn demo-hpo demo-deepspeed benchmark lint format constraints clean
+.PHONY: help install install-vllm test test-fast demo demo-multiturn demo-hpo demo-deepspeed bench lint format constraints clean
 
 help:
 	@echo "make demo       train a small language model on reasoning tasks, with before and after"
@@ -34,7 +34,7 @@ help:
 	@echo "make demo VLLM=1      the first one, or demo-multiturn, generating with vLLM"
 	@echo "make test       lint, type check and run all tests"
 	@echo "make test-fast  the tests that start no process and train nothing for long"
-	@echo "make benchmark  time one training step of this library and of TRL"
+	@echo "make bench      all benchmarks, those against TRL included: two to three hours of one quiet core"
 	@echo "make install    what test needs, into $(VENV)"
 	@echo "make lint | format | clean | constraints"
 
@@ -69,8 +69,8 @@ demo-hpo: $(VENV)/.installed-demo
 demo-deepspeed: $(VENV)/.installed-demo $(VENV)/.installed-deepspeed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/grpo_distributed.py --zero-stage 2 $(ARGS)
 
-benchmark: $(VENV)/.installed-bench
-	$(BIN)/python benchmarking/grpo_step.py $(ARGS)
+bench: $(VENV)/.installed-bench
+	$(BIN)/python benchmarking/bench.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -10,64 +10,17 @@ both. Prints medians, their ratio and the memory each adds to its start, and wri
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 from dataclasses import asdict
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from measure import StolenTime
-from report import run_workloads
-from workloads import WORKLOADS, Workload, completion_lengths
+from alternating import alternate
+from report import benchmark_parser, count, run_workloads
+from workloads import WORKLOADS, Workload, shrunk
 
 SIDES = ("agilerl", "trl")
 PARTS = ("total", "generation", "rest", "wall")
-
-
-class Side:
-    """The parent's end of one side: starts its process and asks it for steps."""
-
-    def __init__(self, name: str, workload: Workload, steps: int, threads: int) -> None:
-        self.name = name
-        # A fresh interpreter each: with fork, both would start from this process's memory.
-        context = multiprocessing.get_context("spawn")
-        self._connection: Connection
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_run_in_child, args=(name, theirs, workload, steps, threads), daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        self._receive()
-
-    def step(self) -> dict[str, Any]:
-        """Let the side do one step and return its report."""
-        self._connection.send("step")
-        return self._receive()
-
-    def close(self) -> None:
-        """Wait for the process, which ends by itself after its last step."""
-        self._process.join(timeout=60)
-        self._process.terminate()
-
-    def _receive(self) -> dict[str, Any]:
-        try:
-            report: dict[str, Any] = self._connection.recv()
-        except EOFError:
-            self._process.join()
-            raise RuntimeError(
-                f"the {self.name} side ended with exit code {self._process.exitcode}; "
-                "its error is printed above"
-            ) from None
-        return report
-
-
-def _run_in_child(*args: Any) -> None:
-    from sides import run_side  # torch is imported in the children only
-
-    run_side(*args)
 
 
 def run_workload(
@@ -84,34 +37,15 @@ def run_workload(
     Returns:
         Settings, the reports of every step per side, medians, and with two sides the ratios.
     """
-    rounds = workload.warmup_steps + steps
-    stolen = StolenTime()
-    workers = [Side(name, workload, rounds, threads) for name in sides]
-    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    for number in range(rounds):
-        kind = "warm-up" if number < workload.warmup_steps else "step"
-        for worker in workers:
-            report = worker.step()
-            _check_lengths(worker.name, report, workload, number)
-            reports[worker.name].append(report)
-            print(
-                f"  {kind} {number}: {worker.name} {report['seconds']['total']:.2f} s", flush=True
-            )
-    for worker in workers:
-        worker.close()
+    reports = alternate(
+        {name: (name, workload) for name in sides}, workload.warmup_steps, steps, threads
+    )
     results = {name: _summary(reports[name], workload.warmup_steps) for name in sides}
     return {
         "settings": asdict(workload),
         "sides": results,
         "ratio": _ratios(results),
-        "stolen_time_share": round(stolen.share(), 3),
     }
-
-
-def _check_lengths(name: str, report: dict[str, Any], workload: Workload, step: int) -> None:
-    lengths, wanted = report.pop("lengths"), completion_lengths(workload, step)
-    if lengths != wanted:
-        raise RuntimeError(f"{name} made completions of {lengths} tokens, not of {wanted}")
 
 
 def _summary(reports: list[dict[str, Any]], warmup_steps: int) -> dict[str, Any]:
@@ -146,20 +80,11 @@ def print_summary(name: str, result: dict[str, Any]) -> None:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
-    parser.add_argument("--steps", type=int, help="measured steps of each side and workload")
+    parser.add_argument("--steps", type=count, help="measured steps of each side and workload")
     parser.add_argument("--only", choices=SIDES, help="run one side, without a ratio")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="where to write the JSON; nowhere by default")
-    arguments = parser.parse_args(argv)
-    for name in ("steps", "threads"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} is {value}; it must be 1 or more")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def main() -> None:
@@ -169,14 +94,18 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sides = (arguments.only,) if arguments.only else SIDES
-    names = list(WORKLOADS) if arguments.workload == "all" else [arguments.workload]
+    workloads = WORKLOADS
+    if arguments.workload != "all":
+        workloads = {arguments.workload: WORKLOADS[arguments.workload]}
+    if arguments.quick:
+        workloads = {name: shrunk(workload) for name, workload in workloads.items()}
 
     def run(name: str) -> dict[str, Any]:
-        workload = WORKLOADS[name]
+        workload = workloads[name]
         steps = arguments.steps or workload.measured_steps
         return run_workload(workload, sides, steps, arguments.threads)
 
-    run_workloads(names, run, print_summary, arguments.threads, arguments.out)
+    run_workloads(workloads, run, print_summary, arguments.threads, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,25 @@
 """Time the generation of multi-turn episodes with and without the cache kept between turns.
 
 The same scripted episodes are played both ways in turn: the model answers, the script adds its
-feedback, and the whole is the next prompt. Prints seconds and tokens run per turn and their ratio.
+feedback, and the whole is the next prompt. Prints CPU seconds and tokens run per turn, their ratio,
+and the memory that a play adds, each way in a process of its own.
 
     python benchmarking/multiturn_cache.py --out benchmarking/results/NAME.json
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from report import run_workloads
+from alternating import in_a_process
+from measure import MemoryPeak
+from report import benchmark_parser, count, run_workloads
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,7 @@ WORKLOADS = {
     for workload in (
         _DEMO,
         replace(_DEMO, name="demo-8-turns", turns=8, plays=3),
+        replace(_DEMO, name="demo-32-turns", prompts=4, group_size=4, turns=32, plays=2),
         Workload("large-8-turns", "large", 4, 8, 512, 8, 40, turns=8, plays=3),
     )
 }
@@ -95,7 +97,7 @@ def build_agent(workload: Workload) -> GRPO:
 
 
 def play(agent: GRPO, workload: Workload, side: str) -> dict[str, Any]:
-    """Play all episodes; returns seconds and tokens run per turn, and what was sampled."""
+    """Play all episodes; returns CPU seconds and tokens run per turn, and what was sampled."""
     import torch
 
     from agilerl.llm.generation.merged_weights import rollout_weights
@@ -113,9 +115,9 @@ def play(agent: GRPO, workload: Workload, side: str) -> dict[str, Any]:
     # The adapter is merged once on both sides: only the cache differs.
     with rollout_weights(agent.policy), context, _counted(agent) as count:
         for _ in range(workload.turns):
-            before, start = count[0], time.perf_counter()
+            before, start = count[0], time.process_time()
             done = agent.generator.generate(rows, 1, agent.sampling_config(), agent.rng)
-            report["seconds"].append(time.perf_counter() - start)
+            report["seconds"].append(time.process_time() - start)
             report["tokens_run"].append(count[0] - before)
             feedback = draw(len(rows), workload.feedback_tokens)
             rows = [torch.cat(parts) for parts in zip(rows, done.token_ids, feedback, strict=True)]
@@ -138,16 +140,29 @@ def _counted(agent: GRPO) -> Iterator[list[int]]:
     handle.remove()
 
 
-def run_workload(workload: Workload, plays: int) -> dict[str, Any]:
+def measure_memory(workload: Workload, side: str, threads: int) -> dict[str, int]:
+    """Bytes that one play adds in this process."""
+    import torch
+
+    torch.set_num_threads(threads)
+    agent = build_agent(workload)
+    peak = MemoryPeak()
+    play(agent, workload, side)
+    return peak.read()
+
+
+def run_workload(workload: Workload, plays: int, threads: int) -> dict[str, Any]:
     """Play both ways in turn.
 
     Args:
         workload: What to play.
         plays: Plays per side that count.
+        threads: CPU threads of torch where memory is measured.
 
     Returns:
-        Settings, medians per turn and per play, the ratio, and the seconds of every play.
+        Settings, medians per turn and per play, memory, ratios, and the seconds of every play.
     """
+    memory = {side: in_a_process(measure_memory, workload, side, threads) for side in SIDES}
     agent = build_agent(workload)
     reports: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     equal_rows = 1.0
@@ -160,11 +175,14 @@ def run_workload(workload: Workload, plays: int) -> dict[str, Any]:
             if number:
                 reports[side].append(report)
         equal_rows = min(equal_rows, float((sampled[0] == sampled[1]).all(1).float().mean()))
-    return _summary(workload, reports, equal_rows)
+    return _summary(workload, reports, memory, equal_rows)
 
 
 def _summary(
-    workload: Workload, reports: dict[str, list[dict[str, Any]]], equal_rows: float
+    workload: Workload,
+    reports: dict[str, list[dict[str, Any]]],
+    memory: dict[str, dict[str, int]],
+    equal_rows: float,
 ) -> dict[str, Any]:
     sides = {}
     for side, runs in reports.items():
@@ -173,6 +191,7 @@ def _summary(
             "median_seconds_per_play": statistics.median(sum(run["seconds"]) for run in runs),
             "median_seconds_per_turn": [statistics.median(turn) for turn in turns],
             "tokens_run_per_turn": runs[0]["tokens_run"],
+            "memory_bytes": memory[side],
             "seconds_of_plays": [run["seconds"] for run in runs],
         }
     kept, recomputed = sides["kept"], sides["recomputed"]
@@ -186,49 +205,42 @@ def _summary(
             "seconds": kept["median_seconds_per_play"] / recomputed["median_seconds_per_play"],
             "seconds_last_turn": kept[last][-1] / recomputed[last][-1],
             "tokens_run": sum(kept["tokens_run_per_turn"]) / sum(recomputed["tokens_run_per_turn"]),
+            "memory_added": memory["kept"]["added"] / memory["recomputed"]["added"],
         },
     }
 
 
 def print_summary(name: str, result: dict[str, Any]) -> None:
     """Print one line per side and one with the ratios."""
-    print(f"{name}: median seconds of each turn")
+    print(f"{name}: median CPU seconds of each turn, memory added")
     for side, summary in result["sides"].items():
         turns = " ".join(f"{seconds:.2f}" for seconds in summary["median_seconds_per_turn"])
-        print(f"  {side:10} {summary['median_seconds_per_play']:.2f} s = {turns}")
+        added = summary["memory_bytes"]["added"] / 1e6
+        print(f"  {side:10} {summary['median_seconds_per_play']:.2f} s = {turns}, {added:.0f} MB")
     print("  ratio      " + ", ".join(f"{k} {v:.2f}" for k, v in result["ratio"].items()))
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
-    parser.add_argument("--plays", type=int, help="measured plays of each side and workload")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--out", type=Path, help="where to write the JSON; nowhere by default")
-    arguments = parser.parse_args(argv)
-    for name in ("plays", "threads"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} is {value}; it must be 1 or more")
-    return arguments
 
 
 def main() -> None:
     """Run the workloads asked for, print and write their results."""
-    arguments = parse_arguments()
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
+    parser.add_argument("--plays", type=count, help="measured plays of each side and workload")
+    arguments = parser.parse_args()
     # Read when torch is loaded, which is only below.
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    names = list(WORKLOADS) if arguments.workload == "all" else [arguments.workload]
+    workloads = WORKLOADS
+    if arguments.workload != "all":
+        workloads = {arguments.workload: WORKLOADS[arguments.workload]}
+    if arguments.quick:
+        few = {"prompts": 2, "group_size": 2, "prompt_tokens": 16, "turns": 3, "plays": 1}
+        workloads = {"quick": replace(_DEMO, name="quick", **few)}
 
     def run(name: str) -> dict[str, Any]:
-        workload = WORKLOADS[name]
-        return run_workload(workload, arguments.plays or workload.plays)
+        workload = workloads[name]
+        return run_workload(workload, arguments.plays or workload.plays, arguments.threads)
 
-    run_workloads(names, run, print_summary, arguments.threads, arguments.out)
+    run_workloads(workloads, run, print_summary, arguments.threads, arguments.out)
 
 
 if __name__ == "__main__":

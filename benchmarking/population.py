@@ -3,24 +3,30 @@
 Rollouts of a population are one call of the generator (batched), or one after the other. For the
 times both take turns in one process, a step each; every memory peak is of a process of its own.
 
-    OMP_NUM_THREADS=1 python benchmarking/population.py --out benchmarking/results/NAME.json
+    python benchmarking/population.py --out benchmarking/results/NAME.json
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from alternating import in_a_process
 from measure import MemoryPeak
-from report import run_workloads
-from workloads import WORKLOADS, Workload, agent_arguments, build_model, reward, step_prompts
+from report import benchmark_parser, count, run_workloads
+from workloads import (
+    WORKLOADS,
+    Workload,
+    agent_arguments,
+    build_model,
+    reward,
+    shrunk,
+    step_prompts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -153,12 +159,6 @@ def measure_time(workload: Workload, size: int, steps: int, threads: int) -> dic
     return seconds
 
 
-def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a fresh process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
-
-
 def run_workload(workload: Workload, sizes: Iterable[int], steps: int, threads: int) -> Any:
     """All figures of a workload, by population size."""
     by_size = {}
@@ -201,18 +201,21 @@ def print_summary(name: str, result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run the workloads asked for, print and write their results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--workload", choices=SHAPES, action="append", help="by default all")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="of the population")
-    parser.add_argument("--steps", type=int, default=2, help="measured steps")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="where to write the JSON; nowhere by default")
+    parser.add_argument("--sizes", type=count, nargs="+", default=SIZES, help="of the population")
+    parser.add_argument("--steps", type=count, default=2, help="measured steps")
     given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(given.threads)  # read when the children load torch
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    shapes = {name: SHAPES[name] for name in given.workload or SHAPES}
+    sizes, steps = given.sizes, given.steps
+    if given.quick:
+        name = next(iter(shapes))
+        shapes, sizes, steps = {name: shrunk(shapes[name])}, (2,), 1
     run_workloads(
-        given.workload or SHAPES,
-        lambda name: run_workload(SHAPES[name], given.sizes, given.steps, given.threads),
+        shapes,
+        lambda name: run_workload(shapes[name], sizes, steps, given.threads),
         print_summary,
         given.threads,
         given.out,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
@@ -10,7 +11,30 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from measure import describe_machine, load_average
+from measure import StolenTime, describe_machine, load_average
+
+
+def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark, with the options that all have.
+
+    Args:
+        description: The docstring of the script.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=count, default=1, help="CPU threads of torch")
+    parser.add_argument("--quick", action="store_true", help="shapes that only show that it runs")
+    parser.add_argument("--out", type=Path, help="where to write the JSON; nowhere by default")
+    return parser
+
+
+def count(text: str) -> int:
+    """Read an argument that is a whole number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}; it must be 1 or more")
+    return number
 
 
 def run_workloads(
@@ -39,7 +63,9 @@ def run_workloads(
         "workloads": {},
     }
     for name in names:
+        stolen = StolenTime()
         result = run(name)
+        result["stolen_time_share"] = round(stolen.share(), 3)
         results["workloads"][name] = result
         print_summary(name, result)
     results["load_average_at_end"] = load_average()

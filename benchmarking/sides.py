@@ -45,40 +45,60 @@ def run_side(
     {"agilerl": run_agilerl, "trl": run_trl}[side](connection, workload, steps)
 
 
-def run_agilerl(connection: Connection, workload: Workload, steps: int) -> None:
-    """One step is ``get_action``, the rewards and ``learn``."""
-    from agilerl.algorithms import GRPO
-    from agilerl.testing import byte_tokenizer
+class OwnSteps:
+    """Steps of this library: ``get_action``, the rewards and ``learn``.
 
-    tokenizer = byte_tokenizer()
-    model = build_model(workload)
-    memory = MemoryPeak()
-    agent = GRPO(
-        actor_network=model,
-        pad_token_id=tokenizer.pad_token_id,
-        pad_token=tokenizer.pad_token,
-        **agent_arguments(workload),
-        seed=workload.seed,
-    )
-    connection.send({"ready": True})
-    for step in range(steps):
-        prompts = [
-            {**tokenizer(text, return_tensors="pt"), "text": text}
-            for text in step_prompts(workload, step)
+    Args:
+        workload: What to run.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        from agilerl.algorithms import GRPO
+        from agilerl.testing import byte_tokenizer
+
+        self.workload = workload
+        self.tokenizer = byte_tokenizer()
+        model = build_model(workload)
+        self.memory = MemoryPeak()
+        self.agent = GRPO(
+            actor_network=model,
+            pad_token_id=self.tokenizer.pad_token_id,
+            pad_token=self.tokenizer.pad_token,
+            **agent_arguments(workload),
+            seed=workload.seed,
+        )
+
+    def prompts(self, number: int) -> list[Any]:
+        """The prompts of a step, as an environment hands them out."""
+        return [
+            {**self.tokenizer(text, return_tensors="pt"), "text": text}
+            for text in step_prompts(self.workload, number)
         ]
-        connection.recv()
+
+    def step(self, prompts: list[Any], number: int) -> dict[str, Any]:
+        """Do one step and report it."""
         timer = StepTimer()
-        with timer.generation(), row_limits(completion_lengths(workload, step)):
-            result = agent.get_action(prompts)
+        with timer.generation(), row_limits(completion_lengths(self.workload, number)):
+            result = self.agent.get_action(prompts)
         completions = [
             [row[1:][mask].tolist() for row, mask in zip(ids, masks, strict=True)]
             for ids, masks in zip(result.completion_ids, result.action_masks, strict=True)
         ]
         rewards = torch.tensor([[reward(row) for row in group] for group in completions])
-        agent.learn((result.completion_ids, result.action_masks, rewards))
+        self.agent.learn((result.completion_ids, result.action_masks, rewards))
         seconds = timer.stop()
         lengths = [len(row) for group in completions for row in group]
-        connection.send(_report(seconds, lengths, rewards.flatten().tolist(), memory))
+        return _report(seconds, lengths, rewards.flatten().tolist(), self.memory)
+
+
+def run_agilerl(connection: Connection, workload: Workload, steps: int) -> None:
+    """Answer each message with a step of :class:`OwnSteps`."""
+    own = OwnSteps(workload)
+    connection.send({"ready": True})
+    for number in range(steps):
+        prompts = own.prompts(number)
+        connection.recv()
+        connection.send(own.step(prompts, number))
 
 
 @contextmanager

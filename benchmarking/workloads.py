@@ -81,6 +81,22 @@ _ALL = (
 WORKLOADS = {workload.name: workload for workload in _ALL}
 
 
+def shrunk(workload: Workload) -> Workload:
+    """The workload with a model and a step as small as they can be, to see that it runs."""
+    return replace(
+        workload,
+        vocab_size=260,
+        hidden_size=32,
+        layers=1,
+        warmup_steps=0,
+        measured_steps=1,
+        prompts=2,
+        group_size=4,
+        new_tokens=8,
+        micro_batch_size=4,
+    )
+
+
 def build_model(workload: Workload) -> Qwen2ForCausalLM:
     """Make the workload's float32 model with the same random weights on both sides."""
     from agilerl.testing import tiny_model

@@ -1,0 +1,72 @@
+"""Run all benchmarks one after the other and write their JSON.
+
+python benchmarking/bench.py                    # all; two to three hours of one quiet core
+python benchmarking/bench.py --only grpo_step   # one of them
+python benchmarking/bench.py --quick            # a minute or two: does everything run?
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+QUICK_RESULTS = HERE.parent / "build" / "bench-quick"
+SCRIPTS = {
+    "grpo_step": "grpo-step-cpu.json",
+    "time_shares": "time-shares-cpu.json",
+    "token_cost": "token-cost-cpu.json",
+    "logprob_memory": "logprob-memory-cpu.json",
+    "multiturn_cache": "multiturn-cache-cpu.json",
+    "population": "population-cpu.json",
+}
+"""Scripts of this folder and the files they write, in the order in which they run."""
+
+
+def command(name: str, *, quick: bool, out: Path, trl: bool) -> list[str]:
+    """How a script is run.
+
+    Args:
+        name: Out of :data:`SCRIPTS`.
+        quick: Whether with shapes that only show that it runs.
+        out: Folder of the results.
+        trl: Whether TRL is installed; without it this library's side runs alone.
+    """
+    words = [sys.executable, str(HERE / f"{name}.py"), "--out", str(out / SCRIPTS[name])]
+    words += ["--quick"] if quick else []
+    words += ["--only", "agilerl"] if name == "grpo_step" and not trl else []
+    return words
+
+
+def main() -> None:
+    """Run what was asked for; exit with 1 if anything failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=SCRIPTS, nargs="+", help="by default all")
+    parser.add_argument("--quick", action="store_true", help="small shapes, into build/bench-quick")
+    parser.add_argument("--out", type=Path, help="folder of the JSON; by default results/")
+    given = parser.parse_args()
+    out = given.out or (QUICK_RESULTS if given.quick else RESULTS)
+    trl = importlib.util.find_spec("trl") is not None
+    if not trl and not given.quick:
+        parser.error('TRL is not installed, which this compares with: pip install -e ".[bench]"')
+    # Here and not in each script, because it is read when torch is loaded.
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
+    failed = []
+    for name in given.only or SCRIPTS:
+        print(f"== {name}", flush=True)
+        words = command(name, quick=given.quick, out=out, trl=trl)
+        if subprocess.run(words, env=environment, check=False).returncode:
+            failed.append(name)
+    if failed:
+        sys.exit(f"failed, with the error printed above: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

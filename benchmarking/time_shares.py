@@ -1,0 +1,150 @@
+"""Where the time of this library's step goes: matrix products against everything else.
+
+One step of each workload of ``grpo_step.py`` runs under torch's profiler. Matrix products are what
+the model asks for; the rest is the distance to the limit.
+
+    python benchmarking/time_shares.py --out benchmarking/results/NAME.json
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from alternating import in_a_process
+from report import benchmark_parser, count, run_workloads
+from workloads import WORKLOADS, Workload, shrunk
+
+KINDS = {
+    "matrix products": "mm addmm bmm baddbmm mv addmv dot",
+    "copies": (
+        "copy_ cat index_select index gather scatter index_copy_ index_put_ _index_put_impl_ "
+        "masked_select fill_ zero_ embedding constant_pad_nd repeat_interleave take nonzero"
+    ),
+    "views and allocation": (
+        "view _unsafe_view reshape _reshape_alias slice select narrow transpose permute t expand "
+        "unsqueeze squeeze as_strided empty empty_like empty_strided resize_ split detach "
+        "split_with_sizes chunk unbind to _to_copy contiguous clone linear matmul item "
+        "_local_scalar_dense view_as expand_as lift_fresh resolve_conj resolve_neg alias "
+        "unflatten flatten new_empty new_zeros zeros zeros_like ones full movedim numpy_T"
+    ),
+}
+"""Operators of torch by kind, without ``aten::``. What is not listed is arithmetic per element."""
+ATTENTION = ("scaled_dot_product", "flash_attention")
+"""Part of the names of fused attention kernels."""
+ALL_KINDS = (
+    "matrix products",
+    "attention kernels",
+    "elementwise and reductions",
+    "copies",
+    "views and allocation",
+    "python and dispatch",
+)
+
+
+def kind_of(operator: str) -> str | None:
+    """Which of :data:`ALL_KINDS` an event of the profiler counts for; None: not an operator."""
+    if not operator.startswith("aten::"):
+        return None
+    name = operator.removeprefix("aten::")
+    if any(part in name for part in ATTENTION):
+        return "attention kernels"
+    return next(
+        (kind for kind, names in KINDS.items() if name in names.split()),
+        "elementwise and reductions",
+    )
+
+
+def measure(workload: Workload, steps: int, threads: int) -> dict[str, Any]:
+    """Time plain steps, then profile one, in this process.
+
+    Returns:
+        Median CPU seconds of the plain steps and, for generation and the rest of the step
+        together, the share of each kind in them. What no operator accounts for is Python, the
+        dispatch of operators and autograd.
+    """
+    import torch
+    from sides import OwnSteps
+
+    torch.set_num_threads(threads)
+    own = OwnSteps(workload)
+    before = workload.warmup_steps + steps
+    reports = [own.step(own.prompts(number), number) for number in range(before)]
+    plain = statistics.median(
+        report["seconds"]["total"] for report in reports[workload.warmup_steps :]
+    )
+    prompts = own.prompts(before)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        wall, cpu = time.perf_counter(), time.process_time()
+        own.step(prompts, before)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    # The profiler reads the clock, which goes on while other programs have the processor.
+    on_processor = cpu / wall
+    seconds: Counter[str] = Counter()
+    operators: Counter[str] = Counter()
+    calls = 0
+    for event in profile.key_averages():
+        kind = kind_of(event.key)
+        if kind is not None:
+            own_seconds = event.self_cpu_time_total / 1e6 * on_processor
+            seconds[kind] += own_seconds
+            operators[event.key] += own_seconds
+            calls += event.count
+    return {
+        "median_seconds": plain,
+        "profiled_seconds": cpu,
+        "operator_calls": calls,
+        "seconds": dict(seconds),
+        "share": shares(seconds, plain),
+        "largest_operators": {key: value / plain for key, value in operators.most_common(12)},
+        "memory_bytes": reports[-1]["memory_bytes"],
+    }
+
+
+def shares(seconds: Counter[str], total: float) -> dict[str, float]:
+    """Shares by kind of a step without the profiler; what is left is Python and dispatch.
+
+    Args:
+        seconds: Of the operators, by kind.
+        total: Of the step.
+    """
+    # Where operators under the profiler took longer than the plain step, they are all there is.
+    whole = max(total, sum(seconds.values()))
+    found = {kind: seconds[kind] / whole for kind in ALL_KINDS}
+    return found | {"python and dispatch": 1.0 - sum(found.values())}
+
+
+def print_summary(name: str, result: dict[str, Any]) -> None:
+    """Print the share of every kind, and the largest operators."""
+    print(f"{name}: {result['median_seconds']:.2f} CPU s a step")
+    for kind, share in result["share"].items():
+        print(f"  {share:5.1%} {kind}")
+    largest = ", ".join(f"{op} {share:.1%}" for op, share in result["largest_operators"].items())
+    print(f"  {largest}")
+
+
+def main() -> None:
+    """Profile all workloads, print and write the result."""
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--workload", choices=WORKLOADS, action="append", help="by default all")
+    parser.add_argument("--steps", type=count, default=3, help="plain steps before the profiled")
+    given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(given.threads)  # read when the children load torch
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    workloads = {name: WORKLOADS[name] for name in given.workload or WORKLOADS}
+    if given.quick:
+        workloads = {"tiny": shrunk(WORKLOADS["tiny"])}
+
+    def run(name: str) -> dict[str, Any]:
+        found = in_a_process(measure, workloads[name], given.steps, given.threads)
+        return {"settings": asdict(workloads[name]), **found}
+
+    run_workloads(workloads, run, print_summary, given.threads, given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The benchmarks run, on shapes that only show that they do, and their arithmetic is right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import bench
+import logprob_memory
+import multiturn_cache
+import population
+import pytest
+import time_shares
+import token_cost
+from report import count
+from workloads import WORKLOADS, completion_lengths, shrunk
+
+ROOT = Path(__file__).parents[2]
+TINY = shrunk(WORKLOADS["tiny"])
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_command_writes_results(tmp_path: Path) -> None:
+    words = ["benchmarking/bench.py", "--quick", "--only", "token_cost", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+    result = json.loads((tmp_path / bench.SCRIPTS["token_cost"]).read_text())
+    assert result["versions"]["torch"] and result["cpu"] and result["threads"] == 1
+    found = result["workloads"]["completion length"]
+    assert 0.0 <= found["stolen_time_share"] <= 1.0
+    costs = found["factors"]["2"]
+    assert costs["tokens"] == 2 * TINY.sequences * TINY.new_tokens
+    assert costs["median_seconds"] > 0 and costs["memory_bytes"]["peak"] > 0
+
+
+def test_every_script_of_the_command_exists() -> None:
+    for name in bench.SCRIPTS:
+        words = bench.command(name, quick=True, out=Path("results"), trl=False)
+        assert Path(words[1]).is_file() and "--quick" in words
+    assert "--only" in bench.command("grpo_step", quick=False, out=Path("results"), trl=False)
+
+
+def test_time_shares_of_a_step() -> None:
+    found = time_shares.measure(shrunk(WORKLOADS["uneven"]), steps=1, threads=1)
+    assert list(found["share"]) == list(time_shares.ALL_KINDS)
+    assert sum(found["share"].values()) == pytest.approx(1.0)
+    assert found["seconds"]["matrix products"] > 0 and found["operator_calls"] > 100
+
+
+def test_shares_are_of_the_step_without_the_profiler() -> None:
+    found = time_shares.shares(Counter({"matrix products": 2.0, "copies": 1.0}), 4.0)
+    assert (found["matrix products"], found["python and dispatch"]) == (0.5, 0.25)
+    found = time_shares.shares(Counter({"matrix products": 6.0, "copies": 2.0}), 4.0)
+    assert (found["matrix products"], found["python and dispatch"]) == (0.75, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("event", "kind"),
+    [
+        ("aten::addmm", "matrix products"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention kernels"),
+        ("aten::cat", "copies"),
+        ("aten::transpose", "views and allocation"),
+        ("aten::silu", "elementwise and reductions"),
+        ("autograd::engine::evaluate_function: AddmmBackward0", None),
+    ],
+)
+def test_kinds_of_operators(event: str, kind: str | None) -> None:
+    assert time_shares.kind_of(event) == kind
+
+
+def test_every_side_of_the_log_probs_agrees() -> None:
+    case = replace(logprob_memory.Case(512, 48), hidden_size=32, repeats=1)
+    found = {side: logprob_memory.measure(side, case, 1) for side in ("agilerl", "plain")}
+    logprob_memory._check_equal(found)
+    assert found["plain"]["logp_mean"] < 0 and found["plain"]["gradient_norm"] > 0
+    found["plain"]["logp_mean"] *= 1.001
+    with pytest.raises(RuntimeError, match="logp_mean"):
+        logprob_memory._check_equal(found)
+
+
+def test_turns_are_played_alike_both_ways() -> None:
+    few = replace(
+        multiturn_cache.WORKLOADS["demo-3-turns"], prompts=2, group_size=2, prompt_tokens=16
+    )
+    agent = multiturn_cache.build_agent(few)
+    kept, recomputed = (multiturn_cache.play(agent, few, side) for side in multiturn_cache.SIDES)
+    assert kept["rows"].equal(recomputed["rows"])
+    assert sum(kept["tokens_run"]) < sum(recomputed["tokens_run"])
+
+
+def test_a_population_is_measured() -> None:
+    assert population.measure_memory(TINY, 2, "batched", 1)["peak"] > 0
+    seconds = population.measure_time(TINY, 2, 1, 1)
+    assert [len(taken) for taken in seconds.values()] == [1, 1, 1]
+
+
+def test_a_straight_line_is_found() -> None:
+    fit = token_cost.line([1, 2, 4], [12.0, 14.0, 18.0])
+    assert fit == pytest.approx({"slope": 2.0, "intercept": 10.0, "largest_deviation": 0.0})
+    assert token_cost.line([1, 2, 4], [1.0, 4.0, 16.0])["largest_deviation"] > 0.2
+
+
+def test_arithmetic_per_token_grows_with_what_is_attended_to() -> None:
+    base = replace(TINY, hidden_size=2, layers=1, shortest_prompt=4, longest_prompt=4)
+    base = replace(base, vocab_size=10, intermediate_factor=1, new_tokens=2)
+    # Weights 7 * 4 and the head 2 * 10; keys and values 2 * 2 of the prompt's 4 tokens and 1 more.
+    assert token_cost.arithmetic_per_token(base) == 28 + 20 + 2 * 2 * 5
+
+
+def test_lengths_of_uneven_completions_are_cut_off_at_both_ends() -> None:
+    lengths = completion_lengths(WORKLOADS["uneven"], 0)
+    assert len(lengths) == 64 and min(lengths) >= 4 and max(lengths) <= 256
+    assert lengths == completion_lengths(WORKLOADS["uneven"], 0)
+
+
+def test_counts_are_read_from_the_command_line() -> None:
+    assert count("3") == 3
+    with pytest.raises(Exception, match="0; it must be 1 or more"):
+        count("0")
