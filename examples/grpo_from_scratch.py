@@ -68,9 +68,9 @@ def main() -> None:  # noqa: PLR0915 - one function on purpose, to be read top t
         temperature=1.0,
     )
     advantage = AdvantageConfig(group_size=GROUP)
-    # share_prefixes: the prompt goes through the model once for its eight completions, in training
-    # too.
-    forward = ForwardConfig(temperature=1.0, share_prefixes=True)
+    # "packed": the prompt goes through the model once for its eight completions, in training too,
+    # and nothing is padded.
+    forward = ForwardConfig(temperature=1.0, layout="packed")
     loss_config = LossConfig(
         loss_type="grpo",
         ratio_level="token",
@@ -121,7 +121,7 @@ def main() -> None:  # noqa: PLR0915 - one function on purpose, to be read top t
 
         # ---- Plan: the rows of every optimizer step, and which of them run together.
         mini_batches = [
-            split_into_micro_batches(batch, rows, MICRO_BATCH, share_prefixes=True)
+            split_into_micro_batches(batch, rows, MICRO_BATCH, forward.layout)
             for rows in torch.arange(len(batch)).split(MINI_BATCH)
         ]
         micro_batches = [rows for mini_batch in mini_batches for rows in mini_batch]

@@ -146,7 +146,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         importance_anchor: Whose log-probs ratios are against: ``"old"``, the policy before the
             update, or ``"sampler"``, those that the sampler reported: then there is nothing to
             correct, and the pass that computes old log-probs is spared.
-        use_sequence_packing: Not supported yet.
+        use_sequence_packing: Cut micro-batches of equal numbers of tokens, of about
+            ``micro_batch_size_per_gpu`` sequences each. (Rows run without padding wherever that is
+            exact, whether this is set or not; see docs/memory.md.)
         loss_reduction: What the loss is averaged over: ``"sequence"`` (the mean over sequences of
             each one's mean), ``"token"`` (the mean over all tokens), ``"constant"`` (divided by
             sequences times ``max_output_tokens``), ``"sum"`` or ``"prompt"`` (the mean over prompts
@@ -175,6 +177,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         lr_schedule_steps: Calls of ``learn`` until the learning rate is zero, warm-up included.
         warmup_steps: Calls of ``learn`` in which the learning rate rises linearly to ``lr``; below
             1 a share of ``lr_schedule_steps``.
+        micro_batch_tokens: Most tokens per forward and backward of a process, in place of
+            ``micro_batch_size_per_gpu``; a prompt counts once for its completions. A longer
+            sequence runs alone.
 
     Raises:
         ValueError: For a value out of range, named with what is allowed.
@@ -261,6 +266,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         lr_schedule: ScheduleKind | None = None,
         lr_schedule_steps: int | None = None,
         warmup_steps: float = 0,
+        micro_batch_tokens: int | None = None,
     ) -> None:
         super().__init__(locals())
         if action_granularity is not None:

@@ -171,6 +171,19 @@ def adapter_parameters(model: PeftModel, slot: str) -> dict[str, nn.Parameter]:
     return found
 
 
+def adds_nothing(parameters: dict[str, nn.Parameter]) -> bool:
+    """Whether an adapter, by :func:`adapter_parameters`, adds exactly 0 to what its layers compute.
+
+    A new one does: the second factor of each of its products is 0.
+    """
+    kinds = {name: name.rsplit(".", 2)[-2:] for name in parameters}
+    first, second = {"lora_A", "lora_embedding_B"}, {"lora_B", "lora_embedding_A"}
+    if any((first | second).isdisjoint(kind) for kind in kinds.values()):
+        return False
+    zeros = [p.any() for name, p in parameters.items() if not second.isdisjoint(kinds[name])]
+    return not bool(torch.stack(zeros).any())
+
+
 @torch.no_grad()
 def copy_adapter(source: dict[str, nn.Parameter], target: dict[str, nn.Parameter]) -> None:
     """Copy the values of one adapter onto another of the same shape.

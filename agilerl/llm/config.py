@@ -22,6 +22,9 @@ ImportanceAnchor = Literal["old", "sampler"]
 ImportanceCorrection = Literal[
     "token_truncate", "token_mask", "geometric_mask", "sequence_truncate", "sequence_mask"
 ]
+RowLayout = Literal["packed", "shared_prompts", "padded"]
+# Fewest tokens first.
+ROW_LAYOUTS: tuple[RowLayout, ...] = ("packed", "shared_prompts", "padded")
 ScheduleKind = Literal["constant", "linear", "cosine"]
 # Called with parameter groups as torch's optimizers take them, and the learning rate.
 OptimizerFactory = Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
@@ -171,7 +174,7 @@ class UpdateConfig:
     batch_size: int
     """Trajectories of this rank per optimizer step."""
     micro_batch_size: int
-    """Rows of this rank per forward and backward."""
+    """Rows of this rank per forward and backward; with ``balance_tokens`` about as many."""
     epochs: int
     max_grad_norm: float
     reduction: Reduction = "sequence"
@@ -190,6 +193,10 @@ class UpdateConfig:
     top_entropy_quantile: float | None = None
     """Share of the tokens of a mini-batch whose policy terms are left out, those with least entropy
     before the update; None: all count."""
+    micro_batch_tokens: int | None = None
+    """Most tokens of this rank per forward and backward, in place of ``micro_batch_size``."""
+    balance_tokens: bool = False
+    """Cut packed rows into micro-batches of even numbers of tokens, not of rows."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +206,9 @@ class ForwardConfig:
     temperature: float
     recompute_layers: bool = False
     """Gradient checkpointing: keep only each layer's input and recompute the rest in backward."""
-    share_prefixes: bool = True
-    """Run a prompt once for all of its completions."""
+    layout: RowLayout = "packed"
+    """How rows are laid out where the model allows it; see
+    :mod:`agilerl.llm.forward.hidden_states`."""
     use_position_ids: bool = True
     fp32_logits: bool = True
     tile_rows: int | None = None

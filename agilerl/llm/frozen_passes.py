@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from agilerl.distributed import Ranks
+from agilerl.llm.adapters import adds_nothing
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import ForwardConfig, UpdateConfig
 from agilerl.llm.losses import top_entropy_mask
@@ -37,7 +38,9 @@ def with_frozen_passes(
     """
     every = [rows for mini in plan for rows in mini.micro_batches]
     if update.needs_reference:
-        reference = "reference" if "reference" in policy.slots else None
+        reference: str | None = "reference"
+        if reference not in policy.slots or adds_nothing(policy.parameters(reference)):
+            reference = None
         batch = replace(batch, ref_logp=policy.frozen_logprobs(batch, reference, forward, every))
     # The first mini-batch is trained before anything has changed: its forward gives them.
     later = [rows for mini in plan[1:] for rows in mini.micro_batches]

@@ -7,6 +7,7 @@ the last bit, also in bfloat16.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ import torch
 
 from agilerl.distributed import Ranks
 from agilerl.llm.batch import TrainBatch
-from agilerl.llm.config import UpdateConfig
-from agilerl.llm.forward import padded_tokens
+from agilerl.llm.config import RowLayout, UpdateConfig
+from agilerl.llm.forward.hidden_states import tokens_run
 from agilerl.llm.losses import reduction_counts
 
 
@@ -59,7 +60,7 @@ def plan_mini_batches(
     rng: torch.Generator,
     *,
     lockstep: bool = False,
-    share_prefixes: bool = False,
+    layout: RowLayout = "padded",
 ) -> list[MiniBatch]:
     """Cut a batch into the optimizer steps of an epoch, equally many on every rank.
 
@@ -73,7 +74,7 @@ def plan_mini_batches(
         ranks: The processes that step together.
         rng: Orders the prompts, on each rank its own.
         lockstep: Whether every rank must run equally many micro-batches.
-        share_prefixes: Whether a prompt runs once for the rows of a micro-batch that have it.
+        layout: How forwards lay rows out.
     """
     steps = -(-int(batch.trajectory_of_row.max() + 1) // update.batch_size)
     steps = int(ranks.max(torch.tensor(steps)))
@@ -88,8 +89,7 @@ def plan_mini_batches(
         idle = torch.zeros_like(idle)
 
     def split(of_steps: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        size = update.micro_batch_size
-        return [split_into_micro_batches(batch, rows, size, share_prefixes) for rows in of_steps]
+        return [_micro_batches(batch, rows, update, layout) for rows in of_steps]
 
     micro_batches = split(with_gradient)
     without_gradient = split([rows[idle[rows]] for rows in shares])
@@ -103,8 +103,53 @@ def plan_mini_batches(
     ]
 
 
+def _micro_batches(
+    batch: TrainBatch, rows: torch.Tensor, update: UpdateConfig, layout: RowLayout
+) -> list[torch.Tensor]:
+    """Cut rows into micro-batches, by what the settings count."""
+    if update.micro_batch_tokens is not None:
+        if layout == "padded":  # rows of equal length need little padding
+            rows = rows[batch.lengths[rows].argsort(stable=True)]
+        return split_by_tokens(batch, rows, update.micro_batch_tokens, layout)
+    if update.balance_tokens and layout == "packed":
+        parts = -(-len(rows) // update.micro_batch_size)
+        return split_evenly_by_tokens(batch, rows, parts, layout)
+    return split_into_micro_batches(batch, rows, update.micro_batch_size, layout)
+
+
+def split_by_tokens(
+    batch: TrainBatch, rows: torch.Tensor, limit: int, layout: RowLayout
+) -> list[torch.Tensor]:
+    """Cut rows, in their order, into micro-batches of at most ``limit`` tokens.
+
+    Tokens are those a forward runs, padding counted. A row that has more runs alone.
+    """
+    parts = []
+    while len(rows):
+        # Rows that are added never make a forward run fewer tokens.
+        sizes = range(1, len(rows) + 1)
+        fitting = bisect_right(sizes, limit, key=lambda n: tokens_run(batch, rows[:n], layout))
+        part = rows[: max(fitting, 1)]
+        parts.append(part)
+        rows = rows[len(part) :]
+    return parts
+
+
+def split_evenly_by_tokens(
+    batch: TrainBatch, rows: torch.Tensor, parts: int, layout: RowLayout
+) -> list[torch.Tensor]:
+    """Cut rows, in their order, into at most ``parts`` micro-batches of even numbers of tokens."""
+    if not len(rows):
+        return []
+    limits = range(tokens_run(batch, rows, layout) + 1)
+    least = bisect_left(
+        limits, True, key=lambda limit: len(split_by_tokens(batch, rows, limit, layout)) <= parts
+    )
+    return split_by_tokens(batch, rows, least, layout)
+
+
 def split_into_micro_batches(
-    batch: TrainBatch, rows: torch.Tensor, size: int, share_prefixes: bool
+    batch: TrainBatch, rows: torch.Tensor, size: int, layout: RowLayout
 ) -> list[torch.Tensor]:
     """Cut rows into micro-batches of at most ``size``.
 
@@ -117,7 +162,7 @@ def split_into_micro_batches(
     by_length = list(rows[batch.lengths[rows].argsort(stable=True)].split(size))
 
     def cost(micro_batches: Sequence[torch.Tensor]) -> int:
-        return sum(padded_tokens(batch, part, share_prefixes) for part in micro_batches)
+        return sum(tokens_run(batch, part, layout) for part in micro_batches)
 
     return min(by_prompt, by_length, key=cost)
 

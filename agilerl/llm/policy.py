@@ -14,8 +14,8 @@ from torch import nn
 from agilerl.llm import adapters
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.causal_lm import LogitHead, find_head
-from agilerl.llm.config import ForwardConfig
-from agilerl.llm.forward import action_hidden_states
+from agilerl.llm.config import ROW_LAYOUTS, ForwardConfig, RowLayout
+from agilerl.llm.forward.hidden_states import action_hidden_states
 from agilerl.llm.logprobs import TokenLogProbs, token_logprobs
 from agilerl.llm.shared_base import SharedBase
 from agilerl.utils.garbage import is_collecting_garbage
@@ -180,17 +180,19 @@ class Policy:
         """The head as it stands now."""
         return find_head(self.base.model)
 
-    def shares_prefixes(self, config: ForwardConfig) -> bool:
-        """Whether forwards run a prompt once for the rows that have it."""
-        return (
-            config.share_prefixes
-            and config.use_position_ids
-            # On a partitioned base all ranks run the decoder equally often.
-            and self.base.partition is None
-            # A compiled forward keeps to plain rows: one shape-generic graph, not one per call.
-            and self._decoder is None
-            and self.base.shares_prefixes
+    def row_layout(self, config: ForwardConfig) -> RowLayout:
+        """How forwards lay rows out."""
+        padded = (
+            not config.use_position_ids
+            # The probe's forwards would have to be run by all ranks together.
+            or self.base.partition is not None
+            # A compiled forward keeps to one shape-generic graph, not one per call.
+            or self._decoder is not None
+            or config.layout == "padded"
         )
+        if padded:
+            return "padded"
+        return max(config.layout, self.base.row_layout, key=ROW_LAYOUTS.index)
 
     def logprobs(
         self,
@@ -209,8 +211,7 @@ class Policy:
         if self.base.partition is not None:
             return self._partitioned_logprobs(batch, config, wanted, self.base.partition)
         decoder = self.base.decoder if self._decoder is None else self._decoder
-        share = self.shares_prefixes(config)
-        hidden = action_hidden_states(decoder, batch, config, share_prefixes=share)
+        hidden = action_hidden_states(decoder, batch, config, self.row_layout(config))
         return self._through_head(hidden, batch, config, wanted)
 
     def _partitioned_logprobs(
@@ -220,8 +221,7 @@ class Policy:
         wanted: dict[str, bool],
         partition: PartitionedBase,
     ) -> TokenLogProbs:
-        # Plain rows: sharing prompts is one call of the decoder or two, depending on the rows.
-        hidden = action_hidden_states(self.base.decoder, batch, config, share_prefixes=False)
+        hidden = action_hidden_states(self.base.decoder, batch, config, "padded")
         with partition.whole_head():
             return self._through_head(hidden, batch, config, wanted)
 

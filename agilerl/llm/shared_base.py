@@ -22,8 +22,10 @@ from transformers import PreTrainedModel
 from agilerl.distributed import Ranks
 from agilerl.llm import adapters
 from agilerl.llm.causal_lm import check_head
+from agilerl.llm.config import RowLayout
 from agilerl.llm.engine.partition_checks import check_every_layer_runs
-from agilerl.llm.forward import remove_recomputation, supports_shared_prefixes
+from agilerl.llm.forward.probe import fastest_layout
+from agilerl.llm.forward.recomputation import remove_recomputation
 from agilerl.llm.lora_linear import run_in_place
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class SharedBase:
         self.partition: PartitionedBase | None = None
         self._fingerprint: str | None = None
         self._active: tuple[str | None, bool] | None = None
-        self._shares_prefixes: bool | None = None
+        self._row_layout: RowLayout | None = None
         self._exclusive: tuple[str, ...] | None = None
         self._to_remove: list[str] = []
         with self.restored_on_error():
@@ -171,12 +173,12 @@ class SharedBase:
         return next(self.model.parameters()).device
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Whether running a prompt once for its completions is exact on this model; probed once."""
-        if self._shares_prefixes is None:
+    def row_layout(self) -> RowLayout:
+        """The fastest layout of training rows that is exact on this model; probed once."""
+        if self._row_layout is None:
             config = self.model.config.get_text_config()
-            self._shares_prefixes = supports_shared_prefixes(self.decoder, config.vocab_size)
-        return self._shares_prefixes
+            self._row_layout = fastest_layout(self.decoder, config.vocab_size)
+        return self._row_layout
 
     def fingerprint(self) -> str:
         """Digest of the base's weights."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from agilerl.checks import warn_once
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import ForwardConfig, Reduction, UpdateConfig
 from agilerl.llm.engine import Engine
@@ -105,6 +106,15 @@ def run_update(
         NonFiniteUpdateError: After three steps in a row with a non-finite loss or gradient.
     """
     batch = replace(batch, sequence_weights=_sequence_weights(batch, update.reduction))
+    layout = policy.row_layout(forward)
+    if update.balance_tokens and layout != "packed":
+        warn_once(
+            logger,
+            "use_sequence_packing has no effect: rows of %s run %s. Rows are packed on a CPU, with "
+            'attn_implementation="sdpa", without torch_compiler and ZeRO stage 3.',
+            type(policy.base.model).__name__,
+            "padded" if layout == "padded" else "with padded completions",
+        )
     plan = plan_mini_batches(
         batch,
         _active_rows(batch, update),
@@ -112,7 +122,7 @@ def run_update(
         engine.ranks,
         rng,
         lockstep=engine.lockstep,
-        share_prefixes=policy.shares_prefixes(forward),
+        layout=layout,
     )
     batch = with_frozen_passes(policy, engine.ranks, batch, plan, forward, update)
     updater = _Updater(policy, engine, batch, loss_function, forward, update)

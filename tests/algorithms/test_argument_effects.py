@@ -85,6 +85,8 @@ def test_it_changes_the_update(changes: dict[str, Any], plain: torch.Tensor) -> 
         {"gradient_checkpointing": True},
         {"micro_batch_size_per_gpu": 1},
         {"micro_batch_size_per_gpu": 3},
+        {"micro_batch_size_per_gpu": 3, "use_sequence_packing": True},
+        {"micro_batch_tokens": 20},
         {"fused_logprobs_chunk_rows": 3},
         {"calc_position_embeddings": False},
         {"hf_generate_chunk_size": 1},

@@ -160,12 +160,12 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("lr_schedule_steps", 10, ValueError, "10.*lr_schedule is None.*'linear'"),
     ("warmup_steps", -1, ValueError, "-1.*at least 0"),
     ("warmup_steps", 5, ValueError, "5.*lr_schedule is None.*'constant'"),
+    ("micro_batch_tokens", 0, ValueError, "0.*at least 1"),
     *((flag, "yes", TypeError, "'yes'.*True or False") for flag in FLAGS),
 ]
 UNSUPPORTED = {
     "use_liger_loss": True,
     "fused_loss_chunk_rows": 128,
-    "use_sequence_packing": True,
     "activation_offload": True,
     "quantization_config": object(),
 }

@@ -38,6 +38,7 @@ CONTRACT: list[tuple[str, Any]] = [
     ("entropy_coef", 0.0), ("top_entropy_quantile", None),
     ("optimizer", "adamw"), ("weight_decay", 0.0), ("adam_betas", (0.9, 0.999)),
     ("lr_schedule", None), ("lr_schedule_steps", None), ("warmup_steps", 0),
+    ("micro_batch_tokens", None),
 ]  # fmt: skip
 PINNED = {GSPO: "gspo", CISPO: "cispo"}
 

@@ -12,7 +12,7 @@ from agilerl.llm.config import ForwardConfig
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase
 
-PLAIN = ForwardConfig(temperature=0.9, share_prefixes=False)
+PLAIN = ForwardConfig(temperature=0.9, layout="padded")
 
 
 def lora(**changes: object) -> LoraConfig:

@@ -19,7 +19,8 @@ from rollout_helpers import PLAIN, gradients, lora, random_batch, random_policy,
 from transformers import PreTrainedModel
 
 from agilerl.llm.batch import TrainBatch, make_batch
-from agilerl.llm.forward import padded_tokens
+from agilerl.llm.config import RowLayout
+from agilerl.llm.forward.hidden_states import tokens_run
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
 
@@ -27,7 +28,10 @@ from agilerl.testing import tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 
 TEMPERATURE = PLAIN.temperature
-SHARED = replace(PLAIN, share_prefixes=True)
+# Their attention is not torch's fused one.
+UNPACKED = ("gpt_oss",)
+PACKED = replace(PLAIN, layout="packed")
+SHARED = replace(PLAIN, layout="shared_prompts")
 
 
 def plain_formula(model: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
@@ -68,15 +72,20 @@ def test_log_probs_are_those_of_the_models_own_logits(policy: Policy, batch: Tra
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_shared_prefixes_are_exact(policy: Policy, batch: TrainBatch, recompute: bool) -> None:
-    if policy.base.model.config.model_type in UNSHARED_FAMILIES:
-        assert not policy.base.shares_prefixes
+@pytest.mark.parametrize("layout", ["packed", "shared_prompts"])
+def test_layouts_are_exact(
+    policy: Policy, batch: TrainBatch, layout: RowLayout, recompute: bool
+) -> None:
+    family = policy.base.model.config.model_type
+    if family in UNSHARED_FAMILIES:
+        assert policy.base.row_layout == "padded"
     else:
-        assert policy.base.shares_prefixes
+        assert policy.base.row_layout == "shared_prompts" if family in UNPACKED else "packed"
         everything = torch.arange(len(batch))
-        assert padded_tokens(batch, everything, True) < padded_tokens(batch, everything, False)
+        assert tokens_run(batch, everything, layout) < tokens_run(batch, everything, "padded")
     plain = policy.logprobs(batch, PLAIN)
-    shared = policy.logprobs(batch, replace(SHARED, recompute_layers=recompute))
+    config = replace(PLAIN, layout=layout, recompute_layers=recompute)
+    shared = policy.logprobs(batch, config)
     torch.testing.assert_close(shared.logp, plain.logp, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(shared.entropy, plain.entropy, rtol=1e-6, atol=1e-6)
     mine, theirs = gradients(policy, weighted(shared.logp)), gradients(policy, weighted(plain.logp))
@@ -102,21 +111,25 @@ def test_padding_stays_within_learned_positions() -> None:
         [long_prompt.action_mask, long_completion.action_mask],
     )
     everything = torch.arange(len(batch))
-    assert padded_tokens(batch, everything, True) < padded_tokens(batch, everything, False)
+    assert tokens_run(batch, everything, "shared_prompts") < tokens_run(batch, everything, "padded")
     shared, plain = policy.logprobs(batch, SHARED), policy.logprobs(batch, PLAIN)
     torch.testing.assert_close(shared.logp, plain.logp, rtol=1e-6, atol=1e-6)
 
 
 def test_a_prompt_goes_through_the_model_once_with_its_gradient(batch: TrainBatch) -> None:
     policy = random_policy(tiny_model(), separate_reference=False)
-    assert policy.base.shares_prefixes
+    assert policy.base.row_layout == "packed"
     shapes: list[tuple[int, ...]] = []
     hook = policy.base.model.get_input_embeddings().register_forward_hook(
         lambda module, args, output: shapes.append(tuple(args[0].shape))
     )
     policy.logprobs(batch, SHARED)
+    # Two prompts; eight completions without their last token.
+    assert shapes == [(2, 9), (8, 5)]
+    shapes.clear()
+    policy.logprobs(batch, PACKED)
     hook.remove()
-    assert shapes == [(2, 9), (8, 5)]  # two prompts; eight completions without their last token
+    assert shapes == [(1, tokens_run(batch, torch.arange(len(batch)), "packed"))]
 
 
 def test_little_to_share_runs_plain_rows() -> None:
@@ -126,7 +139,7 @@ def test_little_to_share_runs_plain_rows() -> None:
     hook = policy.base.model.get_input_embeddings().register_forward_hook(
         lambda module, args, output: shapes.append(tuple(args[0].shape))
     )
-    assert policy.base.shares_prefixes
+    assert policy.base.row_layout == "packed"
     shapes.clear()
     policy.logprobs(batch, SHARED)
     hook.remove()
@@ -136,17 +149,19 @@ def test_little_to_share_runs_plain_rows() -> None:
 def test_single_token_completions_need_only_the_prompt() -> None:
     policy = random_policy(tiny_model().double(), separate_reference=False)
     batch = random_batch((9, 7), (1, 1, 1))
-    shared, plain = policy.logprobs(batch, SHARED), policy.logprobs(batch, PLAIN)
-    torch.testing.assert_close(shared.logp, plain.logp, rtol=1e-10, atol=1e-10)
+    plain = policy.logprobs(batch, PLAIN)
+    for config in (PACKED, SHARED):
+        found = policy.logprobs(batch, config)
+        torch.testing.assert_close(found.logp, plain.logp, rtol=1e-10, atol=1e-10)
 
 
 def test_an_unsupported_model_is_named_in_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     model = make_family("qwen3_next")
     policy = random_policy(model, separate_reference=False)
     with caplog.at_level(logging.INFO, logger="agilerl.llm.forward"):
-        assert not policy.base.shares_prefixes
-        assert not policy.base.shares_prefixes
-    lines = [r.getMessage() for r in caplog.records if r.name == "agilerl.llm.forward"]
+        assert policy.base.row_layout == "padded"
+        assert policy.base.row_layout == "padded"
+    lines = [r.getMessage() for r in caplog.records if r.name == "agilerl.llm.forward.probe"]
     assert len(lines) == 1
     assert lines[0].startswith("shared prefixes are off for Qwen3NextModel")
 
@@ -174,7 +189,8 @@ def test_recomputing_keeps_less_and_puts_every_layer_back(batch: TrainBatch) -> 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_the_probe_goes_beyond_a_long_window(family: str) -> None:
-    assert random_policy(make_family(family)).base.shares_prefixes
+    assert random_policy(make_family(family)).base.row_layout == "packed"
     model = without_window_when_cached(make_family(family))
-    assert not random_policy(model).base.shares_prefixes
+    model.set_attn_implementation("eager")
+    assert random_policy(model).base.row_layout == "padded"
     assert model.config.sliding_window == LONG_WINDOW

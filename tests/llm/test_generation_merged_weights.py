@@ -87,7 +87,7 @@ def test_only_the_given_slot_is_merged() -> None:
     expected = second.frozen_logprobs(batch, "actor", PLAIN)
     with merged_adapter(second.model, second.slot("actor")), torch.no_grad():
         merged = second.logprobs(batch, PLAIN).logp
-    torch.testing.assert_close(merged, expected[batch.action_mask], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(merged, expected[batch.action_mask], rtol=1e-5, atol=1e-5)
     assert first.base is second.base
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,14 @@ from update_helpers import Run, objective, random_values
 
 from agilerl.distributed import Ranks
 from agilerl.llm.batch import TrainBatch, make_batch
-from agilerl.llm.config import UpdateConfig
-from agilerl.llm.forward import padded_tokens
-from agilerl.llm.plan import plan_mini_batches, split_into_micro_batches
+from agilerl.llm.config import ROW_LAYOUTS, RowLayout, UpdateConfig
+from agilerl.llm.forward.hidden_states import tokens_run
+from agilerl.llm.plan import (
+    plan_mini_batches,
+    split_by_tokens,
+    split_evenly_by_tokens,
+    split_into_micro_batches,
+)
 from agilerl.testing import tiny_model
 
 
@@ -44,26 +50,51 @@ def test_mini_batches_are_balanced(rows: int, batch_size: int, expected: list[in
 
 def test_ragged_rows_run_with_rows_of_their_length() -> None:
     batch = batch_of([2] * 6, [9, 1, 9, 1, 9, 1])
-    parts = split_into_micro_batches(batch, torch.arange(6), 3, share_prefixes=False)
+    parts = split_into_micro_batches(batch, torch.arange(6), 3, "padded")
     assert [part.tolist() for part in parts] == [[1, 3, 5], [0, 2, 4]]
 
 
 def test_rows_of_a_long_prompt_stay_together() -> None:
     batch = batch_of([40, 40, 41, 41], [1, 3, 1, 3])
     rows = torch.arange(4)
-    shared = split_into_micro_batches(batch, rows, 2, share_prefixes=True)
+    shared = split_into_micro_batches(batch, rows, 2, "shared_prompts")
     assert [part.tolist() for part in shared] == [[0, 1], [2, 3]]
-    plain = split_into_micro_batches(batch, rows, 2, share_prefixes=False)
-    tokens = [sum(padded_tokens(batch, p, False) for p in parts) for parts in (plain, shared)]
+    plain = split_into_micro_batches(batch, rows, 2, "padded")
+    tokens = [sum(tokens_run(batch, p, "padded") for p in parts) for parts in (plain, shared)]
     assert tokens[0] <= tokens[1]
+
+
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
+def test_micro_batches_hold_as_many_rows_as_their_tokens_allow(layout: RowLayout) -> None:
+    batch = batch_of([6] * 4 + [5] * 4, [9, 1, 9, 1, 9, 1, 30, 1])
+    rows = torch.arange(8)
+    parts = split_by_tokens(batch, rows, 24, layout)
+    assert torch.cat(parts).tolist() == rows.tolist()
+    for part, following in itertools.pairwise(parts):
+        assert tokens_run(batch, part, layout) <= 24 or len(part) == 1
+        assert tokens_run(batch, torch.cat([part, following[:1]]), layout) > 24
+    if layout == "packed":
+        # Prompts once, and each completion but for its last token: 6 + 8 + 0 + 8 + 0 and so on.
+        assert [tokens_run(batch, part, layout) for part in parts] == [22, 13, 34, 5]
+
+
+def test_packed_micro_batches_are_of_even_sizes() -> None:
+    batch = batch_of([3] * 6, [40, 40, 2, 2, 2, 2])
+    rows = torch.arange(6)
+    parts = split_evenly_by_tokens(batch, rows, 2, "packed")
+    assert [part.tolist() for part in parts] == [[0], [1, 2, 3, 4, 5]]
+    by_rows = split_into_micro_batches(batch, rows, 3, "packed")
+    largest = [max(tokens_run(batch, p, "packed") for p in cut) for cut in (parts, by_rows)]
+    assert largest == [46, 82]
+    assert split_evenly_by_tokens(batch, rows[:0], 0, "packed") == []
 
 
 def test_a_mini_batch_that_fits_one_forward_keeps_its_order() -> None:
     batch = batch_of([2] * 4, [4, 1, 3, 2])
     rows = torch.tensor([3, 0, 2])
-    (part,) = split_into_micro_batches(batch, rows, 3, share_prefixes=False)
+    (part,) = split_into_micro_batches(batch, rows, 3, "padded")
     assert part.tolist() == rows.tolist()
-    assert split_into_micro_batches(batch, rows[:0], 3, share_prefixes=False) == []
+    assert split_into_micro_batches(batch, rows[:0], 3, "padded") == []
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from update_helpers import (
 )
 
 from agilerl.llm.batch import TrainBatch, make_batch
-from agilerl.llm.config import UpdateConfig
+from agilerl.llm.config import RowLayout, UpdateConfig
 from agilerl.llm.losses import (
     LOSS_TABLE,
     LossTerms,
@@ -98,11 +99,18 @@ def test_gradient_depends_on_neither_micro_batches_nor_padding_nor_row_order(
     assert metrics["importance_weight_capped"] > 0.1
 
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(2))
-    for micro, padding, share in ((1, 0, True), (3, 2, True), (MANY, 4, False)):
+    others: list[tuple[dict[str, Any], int, RowLayout]] = [
+        ({"micro_batch_size": 1}, 0, "packed"),
+        ({"micro_batch_size": 3, "balance_tokens": True}, 1, "packed"),
+        ({"micro_batch_tokens": 20}, 3, "packed"),
+        ({"micro_batch_size": 3}, 2, "shared_prompts"),
+        ({"micro_batch_tokens": 40}, 4, "padded"),
+    ]
+    for sizes, padding, layout in others:
         other = replace(
             reordered(run, order, padding),
-            update=replace(run.update, micro_batch_size=micro),
-            forward=replace(FORWARD, share_prefixes=share),
+            update=replace(run.update, **sizes),
+            forward=replace(FORWARD, layout=layout),
         )
         randomise_all(policy)
         _, found = other(policy, loss)
@@ -163,7 +171,8 @@ def test_mini_batches_cover_every_row_once_and_keep_prompts_together(policy: Pol
     run(policy, objective())
     hook.remove()
     prompts = [width for rows, width in seen if rows == 1]
-    assert sorted(prompts) == [4, 5, 6]  # one prompt per step, run once
+    # One prompt per step, run once, with three and two tokens but for the last of each.
+    assert sorted(prompts) == [7, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +189,7 @@ def test_mini_batches_cover_every_row_once_and_keep_prompts_together(policy: Pol
 def test_frozen_passes_are_run_exactly_where_they_are_needed(
     policy: Policy, batch_size: int, epochs: int, beta: float, frozen: int
 ) -> None:
-    config = replace(FORWARD, share_prefixes=False)
+    config = replace(FORWARD, layout="padded")
     with forwards_counted(policy) as counts:
         metrics, _ = Run(forward=config, update=UpdateConfig(batch_size, MANY, epochs, 1e9))(
             policy, objective(beta=beta)
@@ -199,6 +208,31 @@ def test_the_reference_is_its_adapter_or_the_bare_base() -> None:
         metrics, _ = Run(batch)(policy, objective(beta=0.1))
         expected = (delta.exp() - delta - 1).mean().item()
         assert metrics["mean_kl"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_reference_that_adds_nothing_is_run_as_the_bare_base(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a new adapter does: the same numbers to the last bit, without its branches."""
+    roles = dict.fromkeys(("actor", "reference"), lora())
+    policy = Policy(SharedBase.of(tiny_model()), roles, seed=1)
+    run, activate = Run(random_batch()), policy.base.activate
+    for trained in (False, True):
+        if trained:
+            randomise_all(policy)
+        expected = policy.frozen_logprobs(run.batch, "reference", FORWARD)
+        bare = policy.frozen_logprobs(run.batch, None, FORWARD)
+        assert torch.equal(expected, bare) != trained
+        seen: list[str | None] = []
+
+        def recorded(slot: str | None, trainable: bool, seen: list[str | None] = seen) -> None:
+            seen.append(slot)
+            activate(slot, trainable)
+
+        monkeypatch.setattr(policy.base, "activate", recorded)
+        run(policy, objective(beta=0.1))
+        assert (policy.slots["reference"] in seen) == trained
+        assert (None in seen) != trained
 
 
 def test_a_policy_that_equals_its_reference_has_no_kl_and_no_kl_gradient(policy: Policy) -> None:

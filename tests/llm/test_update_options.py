@@ -72,14 +72,14 @@ def test_gradient_depends_on_neither_micro_batches_nor_row_order(policy: Policy,
 
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(2))
     shuffled = batch.select(order)
-    for micro, share in ((1, True), (5, False)):
+    for micro, layout in ((1, "packed"), (5, "padded")):
         other = Run(
             shuffled,
             random_values(batch)[order],
             sampling_logp=gen[order],
             lr=0.02,
             update=UpdateConfig(MANY, micro, 2, 1e9),
-            forward=replace(FORWARD, share_prefixes=share),
+            forward=replace(FORWARD, layout=layout),
         )
         randomise_all(policy)
         _, found = other(policy, loss)
@@ -94,7 +94,7 @@ def passes(policy: Policy, loss: Objective, batch_size: int = 4, epochs: int = 1
         batch,
         sampling_logp=sampled(policy, batch),
         update=UpdateConfig(batch_size, MANY, epochs, 1e9),
-        forward=replace(FORWARD, share_prefixes=False),
+        forward=replace(FORWARD, layout="padded"),
     )
     with forwards_counted(policy) as counts:
         run(policy, loss)

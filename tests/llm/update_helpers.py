@@ -17,7 +17,7 @@ from agilerl.llm.losses import LOSS_TABLE, LossTerms, policy_objective
 from agilerl.llm.policy import Policy
 from agilerl.llm.update import SkippedSteps, run_update
 
-FORWARD = replace(PLAIN, share_prefixes=True)
+FORWARD = replace(PLAIN, layout="packed")
 MANY = 10_000
 ONE_STEP = UpdateConfig(batch_size=MANY, micro_batch_size=MANY, epochs=1, max_grad_norm=1e9)
 

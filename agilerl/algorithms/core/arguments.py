@@ -183,7 +183,8 @@ class LLMArguments:
     fused_logprobs_chunk_rows: int | None = argument(OPTIONAL_COUNT, None)
     quantization_config: Any = argument(None, None, resumed=False, supported=False)
     activation_offload: bool = argument(FLAG, False, supported=False)
-    use_sequence_packing: bool = argument(FLAG, False, supported=False)
+    use_sequence_packing: bool = argument(FLAG, False)
+    micro_batch_tokens: int | None = argument(OPTIONAL_COUNT, None)
 
     def stop_texts(self) -> tuple[str, ...]:
         """``stop_sequences``, also where it is a single one or None."""
@@ -248,6 +249,12 @@ class LLMArguments:
         require(
             least is None or most is None or least <= most,
             f"min_output_tokens is {least}; it must be at most max_output_tokens, which is {most}",
+        )
+        rows, tokens = arguments["micro_batch_size_per_gpu"], arguments["micro_batch_tokens"]
+        require(
+            rows is None or tokens is None,
+            f"micro_batch_size_per_gpu is {rows} and micro_batch_tokens is {tokens}; a micro-batch "
+            "is counted in sequences or in tokens: leave one of them at None",
         )
         ignored = settings_without_effect(arguments["accelerator"])
         if ignored and not arguments["clone"]:

@@ -173,6 +173,8 @@ class GRPOArguments(LLMArguments):
             needs_old=self.importance_anchor == "old",
             needs_entropy=self.entropy_coef != 0.0,
             top_entropy_quantile=self.top_entropy_quantile,
+            micro_batch_tokens=self.micro_batch_tokens,
+            balance_tokens=self.use_sequence_packing,
         )
 
 

@@ -1,0 +1,1 @@
+"""From rows of tokens to hidden states at the actions, which the head makes log-probs of."""

@@ -1,0 +1,66 @@
+"""Probe which layouts of rows are exact on a model, on a few tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from agilerl.llm.batch import TrainBatch
+from agilerl.llm.causal_lm import equal_up_to_rounding, short_windows
+from agilerl.llm.config import RowLayout
+from agilerl.llm.forward.hidden_states import packed_hidden_states, padded_hidden_states
+from agilerl.llm.forward.packed_attention import can_attend_packed
+from agilerl.llm.forward.prefix_cache_rows import prefix_cache_hidden_states
+
+logger = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def fastest_layout(decoder: nn.Module, vocab_size: int) -> RowLayout:
+    """The layout that runs fewest tokens of those that are exact.
+
+    Compares hidden states with those of padded rows on a ragged batch of a few tokens.
+
+    Args:
+        decoder: The model without its head, in evaluation mode.
+        vocab_size: Rows of its embedding.
+    """
+    batch = _probed_batch(decoder, vocab_size)
+    name = type(decoder).__name__
+    candidates: dict[RowLayout, Callable[[], torch.Tensor]] = {
+        "packed": lambda: packed_hidden_states(decoder, batch, recompute=False),
+        "shared_prompts": lambda: prefix_cache_hidden_states(decoder, batch),
+    }
+    if not can_attend_packed(decoder):
+        del candidates["packed"]
+    reason = ""
+    with short_windows(decoder):
+        padded = padded_hidden_states(decoder, batch, use_position_ids=True)
+        for layout, hidden_states in candidates.items():
+            try:
+                made = hidden_states()
+            except Exception as error:  # noqa: BLE001 - any failure of an unknown architecture has the same remedy: another layout
+                reason = str(error)
+                continue
+            if equal_up_to_rounding(made, padded):
+                return layout
+            reason = "they differ from plain rows"
+    logger.info("shared prefixes are off for %s: %s", name, reason)
+    return "padded"
+
+
+def _probed_batch(decoder: nn.Module, vocab_size: int) -> TrainBatch:
+    """Two prompts, completions of two lengths each."""
+    device = next(decoder.parameters()).device
+    ids = torch.arange(40, device=device).remainder(max(1, min(vocab_size, 97))).view(4, 10)
+    ids[1, :6], ids[3, :4] = ids[0, :6], ids[2, :4]
+    mask = torch.zeros(4, 9, dtype=torch.bool, device=device)
+    for row, (prompt, length) in enumerate([(6, 10), (6, 8), (4, 7), (4, 10)]):
+        mask[row, prompt - 1 : length - 1] = True
+    lengths = torch.tensor([10, 8, 7, 10], device=device)
+    prompts = torch.tensor([6, 6, 4, 4], device=device)
+    index = torch.tensor([0, 0, 1, 1], device=device)
+    return TrainBatch(ids, mask, lengths, prompts, index, mask)
