@@ -22,18 +22,20 @@ from workloads import WORKLOADS, Workload, shrunk
 KINDS = {
     "matrix products": "mm addmm bmm baddbmm mv addmv dot",
     "copies": (
-        "copy_ cat index_select index gather scatter index_copy_ index_put_ _index_put_impl_ "
-        "masked_select fill_ zero_ embedding constant_pad_nd repeat_interleave take nonzero"
+        "copy cat index_select index gather scatter index_copy index_put _index_put_impl "
+        "masked_select fill zero embedding constant_pad_nd repeat_interleave take nonzero"
     ),
     "views and allocation": (
         "view _unsafe_view reshape _reshape_alias slice select narrow transpose permute t expand "
-        "unsqueeze squeeze as_strided empty empty_like empty_strided resize_ split detach "
+        "unsqueeze squeeze as_strided empty empty_like empty_strided resize split detach "
         "split_with_sizes chunk unbind to _to_copy contiguous clone linear matmul item "
         "_local_scalar_dense view_as expand_as lift_fresh resolve_conj resolve_neg alias "
         "unflatten flatten new_empty new_zeros zeros zeros_like ones full movedim numpy_T"
     ),
 }
-"""Operators of torch by kind, without ``aten::``. What is not listed is arithmetic per element."""
+"""Operators of torch by kind, without ``aten::`` and the underscore of those in place.
+
+What is not listed is arithmetic per element."""
 ATTENTION = ("scaled_dot_product", "flash_attention")
 """Part of the names of fused attention kernels."""
 ALL_KINDS = (
@@ -50,7 +52,7 @@ def kind_of(operator: str) -> str | None:
     """Which of :data:`ALL_KINDS` an event of the profiler counts for; None: not an operator."""
     if not operator.startswith("aten::"):
         return None
-    name = operator.removeprefix("aten::")
+    name = operator.removeprefix("aten::").rstrip("_")  # in place or not
     if any(part in name for part in ATTENTION):
         return "attention kernels"
     return next(

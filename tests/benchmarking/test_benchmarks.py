@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import bench
+import gpu_sides
+import gpu_step
 import logprob_memory
 import multiturn_cache
 import population
@@ -17,6 +19,7 @@ import pytest
 import time_shares
 import token_cost
 from report import count
+from vllm_rollout import Workload
 from workloads import WORKLOADS, completion_lengths, shrunk
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +43,7 @@ def test_the_command_writes_results(tmp_path: Path) -> None:
 def test_every_script_of_the_command_exists() -> None:
     for name in bench.SCRIPTS:
         words = bench.command(name, quick=True, out=Path("results"), trl=False)
-        assert Path(words[1]).is_file() and "--quick" in words
+        assert (ROOT / words[1]).is_file() and "--quick" in words
     assert "--only" in bench.command("grpo_step", quick=False, out=Path("results"), trl=False)
 
 
@@ -62,8 +65,10 @@ def test_shares_are_of_the_step_without_the_profiler() -> None:
     ("event", "kind"),
     [
         ("aten::addmm", "matrix products"),
+        ("aten::addmm_", "matrix products"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention kernels"),
         ("aten::cat", "copies"),
+        ("aten::copy_", "copies"),
         ("aten::transpose", "views and allocation"),
         ("aten::silu", "elementwise and reductions"),
         ("autograd::engine::evaluate_function: AddmmBackward0", None),
@@ -122,3 +127,39 @@ def test_counts_are_read_from_the_command_line() -> None:
     assert count("3") == 3
     with pytest.raises(Exception, match="0; it must be 1 or more"):
         count("0")
+
+
+SMALL = Workload("small", hidden_size=32, layers=1, prompts=2, group_size=2, prompt_tokens=8)
+
+
+@pytest.mark.parametrize("option", ["plain", "gradient_checkpointing"])
+def test_the_learn_step_of_the_gpu_runs_on_a_cpu(option: str) -> None:
+    step = gpu_sides.Step(replace(SMALL, new_tokens=8), micro_batch_size=2, device="cpu", steps=1)
+    found = gpu_sides.measure(option, step)
+    assert len(found["seconds"]) == 2 and found["memory_bytes"]["peak"] > 0
+
+
+def test_an_option_that_is_refused_says_why() -> None:
+    step = gpu_sides.Step(replace(SMALL, group_size=1), micro_batch_size=2, device="cpu", steps=1)
+    assert "group_size is 1" in gpu_sides.measure("plain", step)["refused"]
+
+
+def test_flops_of_a_model_that_can_be_counted_by_hand() -> None:
+    shape = Workload("hand", vocab_size=10, hidden_size=4, layers=1, heads=2, key_value_heads=1)
+    shape = replace(shape, intermediate_size=8, prompts=1, group_size=2, prompt_tokens=4)
+    step = gpu_sides.Step(replace(shape, new_tokens=2), micro_batch_size=2, device="cpu", steps=1)
+    # q and o 4 x 4, k and v 4 x 2, three of 4 x 8; a prompt of 4 attends to 8 pairs, its two
+    # completions to 2 * (4 + 1) each; the head is 4 x 10 for each of 4 tokens.
+    weights, head = 16 + 16 + 8 + 8 + 96, 2 * 40 * 4
+    once = 2 * weights * 8 + 16 * (8 + 20) + head
+    each = 2 * weights * 12 + 16 * (16 + 20) + head
+    assert gpu_step.model_flops(step, distinct=True) == 3 * once
+    assert gpu_step.model_flops(step, distinct=False) == 3 * each
+
+
+def test_ratios_are_over_the_plain_case() -> None:
+    plain = {"median_seconds": 2.0, "memory_bytes": {"added": 10}}
+    other = {"median_seconds": 3.0, "memory_bytes": {"added": 5}}
+    found = gpu_step.ratios({"plain": plain, "other": other, "none": {"refused": "no"}})
+    assert found["other"] == {"seconds": 1.5, "memory_added": 0.5} and "none" not in found
+    assert gpu_step.ratios({"plain": {"out_of_memory": "all of it"}, "other": other}) == {}

@@ -1,6 +1,6 @@
 """What becomes of accuracy when groups without variance are kept, left out or replaced.
 
-    OMP_NUM_THREADS=1 python benchmarking/zero_variance.py --out benchmarking/results/NAME.json
+    OMP_NUM_THREADS=1 python benchmarking/learning/zero_variance.py --out NAME.json
 
 Trains the agent of examples/grpo_reasoning.py with each setting on equally many prompts that were
 drawn, those that are thrown away included, and scores it on 400 held-out words.
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from grpo_reasoning import accuracy, answer_test_split, make_agent, make_env
 
 from agilerl.testing import load_bundled_model

@@ -3,7 +3,7 @@
 Forty updates on sixteen questions with eight answers each; accuracy is over eight sampled
 answers to each of 150 held-out questions, before and after.
 
-    OMP_NUM_THREADS=1 python benchmarking/loss_options.py --out benchmarking/results/NAME.json
+    OMP_NUM_THREADS=1 python benchmarking/learning/loss_options.py --out NAME.json
 """
 
 from __future__ import annotations
