@@ -129,7 +129,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         use_fused_linear_logprobs: No effect: log-probs are always computed in tiles.
         cast_logprobs_to_fp32: Compute the log-softmax over the vocabulary in float32.
         fused_logprobs_chunk_rows: Tokens per logit tile; None: chosen by the vocabulary's size.
-        quantization_config: Not supported yet.
+        quantization_config: A ``transformers.BitsAndBytesConfig``, or a dict of its arguments, with
+            which ``model_name`` is loaded in 4 or 8 bits, but for its head; needs bitsandbytes. An
+            ``actor_network`` may be quantized already. See docs/memory.md.
         activation_offload: Not supported yet.
         lora_target_scope: Confine adapters to modules under this path, e.g. ``"language_model"``.
         fused_loss_chunk_rows: Not supported yet.

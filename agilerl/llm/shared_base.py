@@ -17,8 +17,9 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import delete_adapter
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
+from agilerl.checks import require
 from agilerl.distributed import Ranks
 from agilerl.llm import adapters
 from agilerl.llm.causal_lm import check_head
@@ -27,6 +28,12 @@ from agilerl.llm.engine.partition_checks import check_every_layer_runs
 from agilerl.llm.forward.probe import fastest_layout
 from agilerl.llm.forward.recomputation import remove_recomputation
 from agilerl.llm.lora_linear import run_in_place
+from agilerl.llm.quantization import (
+    is_quantized,
+    loading_arguments,
+    run_as_found,
+    run_as_in_training,
+)
 
 if TYPE_CHECKING:
     from agilerl.llm.engine.partitioned_base import PartitionedBase
@@ -54,6 +61,7 @@ class _OriginalState:
         for parameter, requires_grad in self._requires_grad:
             parameter.requires_grad_(requires_grad)
         remove_recomputation(self._model)
+        run_as_found(self._model)
 
 
 class SharedBase:
@@ -102,6 +110,7 @@ class SharedBase:
         if self._found is None:
             self._found = _OriginalState(self.model)
             self.model.eval().requires_grad_(False)
+            run_as_in_training(self.model)
 
     def _restore(self) -> None:
         if self._found is not None:
@@ -132,8 +141,13 @@ class SharedBase:
             gather_for_generation: Gather the whole model for rollouts.
 
         Raises:
-            ValueError: If what the model runs depends on the tokens.
+            ValueError: If what the model runs depends on the tokens, or it is quantized.
         """
+        require(
+            not is_quantized(self.model),
+            "accelerator asks for ZeRO stage 3, but the base model is quantized, and packed "
+            "weights cannot be partitioned; use zero_stage 2, or leave out quantization_config",
+        )
         from agilerl.llm.engine.partitioned_base import PartitionedBase
 
         assert self.peft is None and self.partition is None
@@ -206,6 +220,7 @@ class SharedBase:
                 raise
         # New layers come in training mode: dropout would make the ratio differ from 1.
         self.peft.eval()
+        run_as_in_training(self.model)
         if self.partition is None:  # its weights come and go with the modules' own forwards
             run_in_place(self.peft)
         self._active = None
@@ -337,20 +352,34 @@ def fingerprint(model: PreTrainedModel | PeftModel) -> str:
 
 
 def load_base(
-    name: str, model_config: dict[str, Any] | None, device: str | torch.device
+    name: str,
+    model_config: dict[str, Any] | None,
+    device: str | torch.device,
+    quantization: BitsAndBytesConfig | dict[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Load a model by name or path.
 
     The same name, settings and device give the same object while it is in use.
+
+    Args:
+        name: Of a repository or a directory.
+        model_config: Further keyword arguments of ``from_pretrained``.
+        device: Where it shall run.
+        quantization: How its weights are packed while they are loaded; None: they are not.
     """
     from transformers import AutoModelForCausalLM
+
+    packing = loading_arguments(quantization)
+    if packing:  # packed where it runs: packed weights need not be movable
+        packing["device_map"] = {"": torch.device(device)}
 
     # Not part of the key: agents loaded from checkpoints, which set these, share the base.
     safety = ("use_safetensors", "trust_remote_code", "weights_only")
     settings = sorted((n, repr(v)) for n, v in (model_config or {}).items() if n not in safety)
-    key = repr((name, settings, str(device)))
+    key = repr((name, settings, str(device), packing))
     model = _loaded.get(key)
     if model is None:
-        model = AutoModelForCausalLM.from_pretrained(name, **(model_config or {})).to(device)
+        model = AutoModelForCausalLM.from_pretrained(name, **(model_config or {}), **packing)
+        model = model if packing else model.to(device)
         _loaded[key] = model
     return model

@@ -53,6 +53,7 @@ def test_a_checkpoint_holds_all_but_what_belongs_to_the_process() -> None:
         "clone",
         "use_vllm",
         "vllm_config",
+        "quantization_config",  # recorded as what the base is
     }
 
 

@@ -147,6 +147,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("entropy_coef", -0.1, ValueError, "-0.1.*at least 0"),
     ("top_entropy_quantile", 1.0, ValueError, "1.0.*above 0 and below 1"),
     ("top_entropy_quantile", 0, ValueError, "0.*above 0 and below 1"),
+    ("quantization_config", "nf4", TypeError, "'nf4'.*BitsAndBytesConfig.*load_in_4bit"),
     ("optimizer", "sgd", ValueError, "'sgd'.*'adamw' or 'adamw_8bit', or a function"),
     ("optimizer", 3, TypeError, "3.*function"),
     ("weight_decay", -0.1, ValueError, "-0.1.*at least 0"),
@@ -167,7 +168,6 @@ UNSUPPORTED = {
     "use_liger_loss": True,
     "fused_loss_chunk_rows": 128,
     "activation_offload": True,
-    "quantization_config": object(),
 }
 
 

@@ -16,6 +16,7 @@ from agilerl.algorithms.checkpoint.save import decode, decode_arguments, saved_s
 from agilerl.checks import require
 from agilerl.distributed import ranks_of
 from agilerl.llm.checkpoint import checkpoint_files, lora_merging, schema
+from agilerl.llm.quantization import check_quantization_config
 from agilerl.llm.shared_base import base_tensors, load_base
 
 SAFE_LOADING = {"use_safetensors": True, "trust_remote_code": False, "weights_only": True}
@@ -83,13 +84,17 @@ def _saved_base(
         "decide, as loading it must not run code; load the model yourself and pass it as "
         "actor_network",
     )
+    quantization = attributes.get("base_quantization")
+    if quantization is not None:
+        schema.check(file, quantization, schema.Quantization, "base_quantization")
+        check_quantization_config("base_quantization", quantization)
     remedy = f"{path} holds adapters only, and their base model ({name!r}) cannot be loaded"
     require(name is not None, f"{remedy}: it recorded no model name; pass it as actor_network")
     where = {n: settings[n] for n in ("revision", "subfolder") if settings.get(n)}
     try:
         adapter = find_adapter_config_file(name, **where)
         require(adapter is None, f"it is an adapter itself ({adapter})")
-        return load_base(str(name), settings | SAFE_LOADING, device)
+        return load_base(str(name), settings | SAFE_LOADING, device, quantization)
     except (OSError, ValueError) as error:
         raise ValueError(f"{remedy} safely ({error}); pass it as actor_network") from error
 

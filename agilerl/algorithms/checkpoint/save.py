@@ -21,14 +21,25 @@ from agilerl.distributed import Ranks, ranks_of
 from agilerl.llm.checkpoint import checkpoint_files
 from agilerl.llm.checkpoint.schema import damaged, reading
 from agilerl.llm.config import CosineLRScheduleConfig
+from agilerl.llm.quantization import is_quantized, recorded_quantization
 
 logger = logging.getLogger(__name__)
 
 
 def save(agent: LoRAAgent, path: Path, *, lora_only: bool, save_optimizer: bool) -> None:
-    """Write a checkpoint; all ranks together."""
+    """Write a checkpoint; all ranks together.
+
+    Raises:
+        ValueError: If the full actor of a quantized base is asked for.
+    """
     policy, ranks = agent.policy, ranks_of(agent.accelerator)
     model = policy.base.model
+    require(
+        lora_only or not is_quantized(model),
+        "lora_only is False, but the base model is quantized, and its packed weights cannot be "
+        "restored from a checkpoint; save with lora_only=True: load(path) loads and quantizes the "
+        "base again",
+    )
     attributes = {
         "algo": agent.algo,
         "arguments": encode(agent.saved_arguments(), "arguments"),
@@ -38,6 +49,7 @@ def save(agent: LoRAAgent, path: Path, *, lora_only: bool, save_optimizer: bool)
         "base_name": agent.model_name or model.name_or_path or None,
         "base_dtype": encode(model.dtype, "base_dtype"),
         "base_fingerprint": policy.base.fingerprint(),
+        "base_quantization": encode(recorded_quantization(model), "base_quantization"),
     }
     parts = {"lora_only": lora_only, "save_optimizer": save_optimizer}
     checkpoint_files.write_checkpoint(path, attributes, policy, agent.engine, ranks, **parts)

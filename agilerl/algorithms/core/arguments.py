@@ -55,6 +55,7 @@ from agilerl.llm.engine.accelerator_config import (
     settings_without_effect,
 )
 from agilerl.llm.generation.vllm.config import VLLMConfig
+from agilerl.llm.quantization import check_quantization_config
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ class LLMArguments:
     use_fused_linear_logprobs: bool = argument(FLAG, False)
     cast_logprobs_to_fp32: bool = argument(FLAG, True)
     fused_logprobs_chunk_rows: int | None = argument(OPTIONAL_COUNT, None)
-    quantization_config: Any = argument(None, None, resumed=False, supported=False)
+    quantization_config: Any = argument(check_quantization_config, None, saved=False)
     activation_offload: bool = argument(FLAG, False, supported=False)
     use_sequence_packing: bool = argument(FLAG, False)
     micro_batch_tokens: int | None = argument(OPTIONAL_COUNT, None)
@@ -241,6 +242,7 @@ class LLMArguments:
             "actor_network and model_name are both None; pass actor_network (a causal language "
             "model) or model_name (a name or path to load)",
         )
+        _check_quantization(arguments)
         _check_hp_config(arguments, cls.argument_table())
         rank_batch_size(arguments["batch_size"], arguments["accelerator"])
         if arguments["use_vllm"]:
@@ -264,6 +266,22 @@ class LLMArguments:
                 logger.info(
                     "%s has no effect: log-probs are always computed in memory-bounded tiles", name
                 )
+
+
+def _check_quantization(arguments: Mapping[str, Any]) -> None:
+    """Refuse to quantize a model that is loaded already, and a second place to say how."""
+    require(
+        arguments["quantization_config"] is None
+        or arguments["actor_network"] is None
+        or arguments["clone"],
+        "quantization_config is given, but weights are quantized while they are loaded, and "
+        "actor_network is loaded already; pass model_name instead, or load actor_network with it: "
+        "from_pretrained(..., quantization_config=...)",
+    )
+    require(
+        "quantization_config" not in (arguments["model_config"] or {}),
+        "model_config has a quantization_config; pass it as the argument quantization_config",
+    )
 
 
 def _check_mutable(search: HyperparameterConfig | None, table: Mapping[str, Argument]) -> None:

@@ -26,6 +26,7 @@ from agilerl.llm.engine.accelerator_config import (
 )
 from agilerl.llm.engine.partition_checks import is_partitioned
 from agilerl.llm.policy import Policy
+from agilerl.llm.quantization import prepare_quantized
 from agilerl.llm.shared_base import SharedBase, load_base
 
 if TYPE_CHECKING:
@@ -73,10 +74,13 @@ def build_policy(
     gathers = gathers_for_generation(agent.accelerator)
     if network is None:
         assert agent.model_name is not None
-        network = load_base(agent.model_name, agent.model_config, agent.device)
+        network = load_base(
+            agent.model_name, agent.model_config, agent.device, agent.quantization_config
+        )
         check_network("model_name", network)
     partitioned = check_partitioning(network, agent.accelerator)
     model, pretrained = without_peft(network)
+    prepare_quantized("actor_network" if agent.model_name is None else "model_name", model)
     check_pad_token(agent.pad_token_id, model)
     move_to_device(model, torch.device(agent.device))
     if not partitioned:

@@ -201,6 +201,7 @@ class LLMAlgorithm(LoRAAgent):
 
         Raises:
             FileExistsError: If ``path`` holds something that is not a checkpoint.
+            ValueError: If ``lora_only`` is False and the base model is quantized.
         """
         save(self, Path(path), lora_only=lora_only, save_optimizer=save_optimizer)
 

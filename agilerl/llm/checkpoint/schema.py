@@ -110,6 +110,7 @@ class Attributes(TypedDict):
     base_name: str | None
     base_dtype: dict[str, str]
     base_fingerprint: str
+    base_quantization: NotRequired[Any]  # Quantization, which is checked if it is wanted
     optimizer: NotRequired[Any]  # EngineState, which is checked if it is wanted
     optimizer_shards: NotRequired[Any]  # Count, likewise
 
@@ -184,6 +185,25 @@ class BaseLoading(TypedDict):
     use_safetensors: NotRequired[Literal[True, None]]
     trust_remote_code: NotRequired[Literal[False, None]]
     weights_only: NotRequired[Literal[True]]
+
+
+_DTypeName = Literal["float16", "bfloat16", "float32", "float64", "uint8", "int8"]
+
+
+@pydantic.with_config(pydantic.ConfigDict(extra="forbid"))
+class Quantization(TypedDict):
+    """``base_quantization``: arguments of ``BitsAndBytesConfig``."""
+
+    load_in_4bit: NotRequired[bool]
+    load_in_8bit: NotRequired[bool]
+    llm_int8_threshold: NotRequired[float]
+    llm_int8_skip_modules: NotRequired[list[str] | None]
+    llm_int8_enable_fp32_cpu_offload: NotRequired[bool]
+    llm_int8_has_fp16_weight: NotRequired[bool]
+    bnb_4bit_compute_dtype: NotRequired[_DTypeName]
+    bnb_4bit_quant_type: NotRequired[Literal["nf4", "fp4"]]
+    bnb_4bit_use_double_quant: NotRequired[bool]
+    bnb_4bit_quant_storage: NotRequired[_DTypeName]
 
 
 class FragmentHeader(TypedDict):

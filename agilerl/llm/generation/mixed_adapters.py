@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from peft.tuners.lora.layer import Linear, LoraLayer
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 _MOST_PADDING = 2
 # Different, so that neither is mistaken for the other.
 _PROBE_ROWS, _PROBE_TOKENS = 3, 2
+# PEFT's layers; those of quantized weights can only be imported with bitsandbytes.
+_LINEAR = ("Linear", "Linear4bit", "Linear8bitLt")
 _mixable: WeakKeyDictionary[SharedBase, dict[Hashable, bool]] = WeakKeyDictionary()
 
 
@@ -202,7 +204,7 @@ def _is_plain_lora(policy: Policy) -> bool:
         if not isinstance(module, BaseTunerLayer) or slot not in adapters_of(module):
             continue
         # The head is read by what makes logits of hidden states, not run as a layer.
-        plain = type(module) is Linear and slot in module.lora_A and module is not head
+        plain = type(module).__name__ in _LINEAR and slot in module.lora_A and module is not head
         if not plain or slot in module.lora_variant or module.lora_bias[slot]:
             return False
     return True

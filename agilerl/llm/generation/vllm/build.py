@@ -20,6 +20,7 @@ from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.generation.vllm.engine import Engine
 from agilerl.llm.generation.vllm.generator import VLLMGenerator
 from agilerl.llm.policy import Policy
+from agilerl.llm.quantization import is_quantized
 from agilerl.llm.shared_base import SharedBase, base_state_dict
 
 _Shared = weakref.WeakValueDictionary[tuple[VLLMConfig, str | None, int], Engine]
@@ -60,6 +61,7 @@ def build_vllm_generator(
         f"{ranks.world_size} training processes, each with an engine on its own device; use 1, or "
         "vLLM servers (vllm_config.server_urls)",
     )
+    _check_quantized_base(base, config, model_name)
     for role in policy.roles:
         check_served(policy.lora_configs[role], config.max_lora_rank)
     if config.stop_sequences:
@@ -100,6 +102,23 @@ def build_vllm_generator(
     # Servers are on other devices than the base, so it need not make room for them.
     offload_base = offload_base and config.server_urls is None
     return VLLMGenerator(policy, engine, config, offload_base=offload_base, model_name=model_name)
+
+
+def _check_quantized_base(base: SharedBase, config: VLLMConfig, model_name: str | None) -> None:
+    """Refuse an engine of this process that would serve other weights than a quantized base's."""
+    if not is_quantized(base.model) or config.server_urls is not None:
+        return
+    require(
+        bool(config.vllm_model_name_or_path or model_name or base.model.name_or_path),
+        "use_vllm is True, but the base model is quantized and was not loaded by a name, so vLLM "
+        "cannot load it; pass model_name, or vllm_config.vllm_model_name_or_path",
+    )
+    require(
+        config.quantization is not None,
+        "use_vllm is True and the base model is quantized, but vllm_config.quantization is None, "
+        "so that vLLM would serve other weights; set it to vLLM's name of the method, such as "
+        "'bitsandbytes', or generate without vLLM",
+    )
 
 
 def _server_pool(config: VLLMConfig, max_model_len: int) -> Engine:
