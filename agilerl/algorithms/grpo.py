@@ -105,7 +105,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         gradient_checkpointing: Recompute layers in backward: less memory, more time.
         torch_compiler: Mode of ``torch.compile`` for the training forward, e.g. ``"default"``;
             None: off.
-        use_liger_loss: Not supported yet.
+        use_liger_loss: Run updates with Liger's RMSNorm, rotary embedding and SwiGLU, on a GPU with
+            liger-kernel; elsewhere no effect, as the log says. The loss is the same with and
+            without. See docs/memory.md.
         use_kl_advantage_shaping: Put the KL into the advantages instead of the loss.
         adv_norm: What advantages are divided by: ``"mean_std"`` the std of the group,
             ``"mean_only"`` nothing, ``"batch_std"`` the std of all returns of the batch.
@@ -132,9 +134,10 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         quantization_config: A ``transformers.BitsAndBytesConfig``, or a dict of its arguments, with
             which ``model_name`` is loaded in 4 or 8 bits, but for its head; needs bitsandbytes. An
             ``actor_network`` may be quantized already. See docs/memory.md.
-        activation_offload: Not supported yet.
+        activation_offload: Keep in host memory what training forwards keep for backward: less
+            memory of the accelerator, more transfers. No effect on a CPU. See docs/memory.md.
         lora_target_scope: Confine adapters to modules under this path, e.g. ``"language_model"``.
-        fused_loss_chunk_rows: Not supported yet.
+        fused_loss_chunk_rows: Another name of ``fused_logprobs_chunk_rows``.
         vllm_importance_sampling_correction: Weight tokens by the ratio of the trainer's to the
             sampler's probability, where ``learn`` is given the sampler's log-probs.
         vllm_importance_sampling_cap: Upper bound of that weight, or with ``"geometric_mask"`` of
@@ -186,7 +189,6 @@ class GRPO(GRPOArguments, LLMAlgorithm):
     Raises:
         ValueError: For a value out of range, named with what is allowed.
         TypeError: For a value of a wrong type.
-        NotImplementedError: For an option that is not supported yet.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the public contract: flat keywords, each documented

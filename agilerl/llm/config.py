@@ -209,7 +209,11 @@ class ForwardConfig:
     layout: RowLayout = "packed"
     """How rows are laid out where the model allows it; see
     :mod:`agilerl.llm.forward.hidden_states`."""
+    offload_activations: bool = False
+    """Keep what backward needs in host memory."""
     use_position_ids: bool = True
     fp32_logits: bool = True
     tile_rows: int | None = None
     """Rows per logit tile; None: auto."""
+    fused_layers: bool = False
+    """Run an update with Liger's layers, where they may be."""

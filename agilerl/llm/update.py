@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from dataclasses import dataclass, replace
@@ -10,10 +11,12 @@ from typing import Literal
 import torch
 
 from agilerl.checks import warn_once
+from agilerl.llm.activation_offload import activations_on_host, may_offload
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import ForwardConfig, Reduction, UpdateConfig
 from agilerl.llm.engine import Engine
 from agilerl.llm.frozen_passes import with_frozen_passes
+from agilerl.llm.liger import fused_layers
 from agilerl.llm.losses import LossFunction, reduction_weights
 from agilerl.llm.metrics import UpdateMetrics
 from agilerl.llm.plan import MiniBatch, plan_mini_batches
@@ -124,17 +127,19 @@ def run_update(
         lockstep=engine.lockstep,
         layout=layout,
     )
-    batch = with_frozen_passes(policy, engine.ranks, batch, plan, forward, update)
-    updater = _Updater(policy, engine, batch, loss_function, forward, update)
-    with policy.as_role(update.role):
-        for step, mini_batch in enumerate(plan * update.epochs):
-            try:
-                result = updater.step(mini_batch, first=step == 0)
-            except BaseException:
-                engine.discard()
-                raise
-            updater.metrics.add_step(result.outcome, result.loss, result.grad_norm)
-            skipped_steps.count(result, engine.ranks.rank)
+    kernels = fused_layers(policy.base) if forward.fused_layers else contextlib.nullcontext()
+    with kernels:
+        batch = with_frozen_passes(policy, engine.ranks, batch, plan, forward, update)
+        updater = _Updater(policy, engine, batch, loss_function, forward, update)
+        with policy.as_role(update.role):
+            for step, mini_batch in enumerate(plan * update.epochs):
+                try:
+                    result = updater.step(mini_batch, first=step == 0)
+                except BaseException:
+                    engine.discard()
+                    raise
+                updater.metrics.add_step(result.outcome, result.loss, result.grad_norm)
+                skipped_steps.count(result, engine.ranks.rank)
     updater.metrics.reduce(engine.ranks)
     return updater.metrics
 
@@ -188,6 +193,7 @@ class _Updater:
         self.policy, self.engine, self.batch = policy, engine, batch
         self.loss_function, self.forward, self.update = loss_function, forward, update
         self.metrics = UpdateMetrics()
+        self._offloads = forward.offload_activations and may_offload(policy.device)
 
     def step(self, mini_batch: MiniBatch, *, first: bool) -> StepResult:
         """Take one step; every decision is made by all ranks together.
@@ -241,7 +247,8 @@ class _Updater:
     def _micro_batch(self, rows: torch.Tensor, weights: torch.Tensor, first: bool) -> torch.Tensor:
         """Forward and backward of some rows; returns each one's contribution to the loss."""
         batch, needs_entropy = self.batch.select(rows), self.update.needs_entropy
-        logprobs = self.policy.logprobs(batch, self.forward, entropy_gradient=needs_entropy)
+        with self._offloading():
+            logprobs = self.policy.logprobs(batch, self.forward, entropy_gradient=needs_entropy)
         logp = scatter_actions(logprobs.logp, batch.action_mask)
         if self.update.needs_old:
             if first:
@@ -257,6 +264,11 @@ class _Updater:
             trained = batch.loss_mask[batch.action_mask]
             self.metrics.add(terms, logprobs.entropy.detach()[trained])
         return terms.per_row
+
+    def _offloading(self) -> contextlib.AbstractContextManager[object]:
+        if not self._offloads:
+            return contextlib.nullcontext()
+        return activations_on_host(self.policy.model, self.policy.device)
 
     def _keep_old_logp(self, rows: torch.Tensor, logp: torch.Tensor) -> None:
         """Store the log-probs before the update for later epochs."""

@@ -164,11 +164,6 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("micro_batch_tokens", 0, ValueError, "0.*at least 1"),
     *((flag, "yes", TypeError, "'yes'.*True or False") for flag in FLAGS),
 ]
-UNSUPPORTED = {
-    "use_liger_loss": True,
-    "fused_loss_chunk_rows": 128,
-    "activation_offload": True,
-}
 
 
 @pytest.mark.parametrize(("name", "value", "error", "says"), BAD)
@@ -178,20 +173,8 @@ def test_bad_value_is_named(name: str, value: Any, error: type[Exception], says:
     assert name in str(caught.value)
 
 
-def test_every_argument_has_a_bad_value_or_is_not_supported_yet() -> None:
-    tested = {name for name, *_ in BAD} | set(UNSUPPORTED)
-    assert set(inspect.signature(GRPO).parameters) == tested
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_option_names_itself(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"^{name}="):
-        make_agent(model=MODEL, **{name: UNSUPPORTED[name]})
-
-
-def test_exactly_the_later_machinery_is_unsupported() -> None:
-    table = GRPO.argument_table()
-    assert {name for name, row in table.items() if not row.supported} == set(UNSUPPORTED)
+def test_every_argument_has_a_bad_value() -> None:
+    assert set(inspect.signature(GRPO).parameters) == {name for name, *_ in BAD}
 
 
 @pytest.mark.parametrize(
@@ -223,6 +206,30 @@ def test_schedules_that_contradict_themselves_are_refused(given: dict[str, Any],
 def test_constant_reduction_needs_the_constant() -> None:
     with pytest.raises(ValueError, match=r"loss_reduction.*max_output_tokens"):
         make_agent(model=MODEL, loss_reduction="constant", max_output_tokens=None)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"activation_offload": True, "torch_compiler": "reduce-overhead"},
+            "activation_offload is True, but torch_compiler is 'reduce-overhead', which runs CUDA",
+        ),
+        (
+            {"use_liger_loss": True, "torch_compiler": "default"},
+            "use_liger_loss is True, but torch_compiler is 'default', which fuses",
+        ),
+        (
+            {"fused_loss_chunk_rows": 4, "fused_logprobs_chunk_rows": 5},
+            "fused_loss_chunk_rows is 4, but fused_logprobs_chunk_rows is 5; both are",
+        ),
+    ],
+)
+def test_memory_options_that_contradict_each_other_are_refused(
+    given: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_agent(model=MODEL, **given)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from agilerl.algorithms.core.argument_rules import (
     check_text,
     check_texts,
 )
+from agilerl.algorithms.core.memory_options import check_memory_options
 from agilerl.algorithms.core.registry import HyperparameterConfig, magnitude, with_magnitude
 from agilerl.checks import (
     COUNT,
@@ -81,8 +82,6 @@ class Argument:
     checkpoint must fit, such as its model."""
     mutable: bool = False
     """May be named in ``hp_config``."""
-    supported: bool = True
-    """False: any value but the default raises NotImplementedError."""
 
     def __repr__(self) -> str:
         # Short, for help() of an agent's class.
@@ -94,15 +93,9 @@ class Argument:
         Raises:
             TypeError: Its type is wrong.
             ValueError: It is out of range.
-            NotImplementedError: It is not supported yet.
         """
         if self.rule is not None:
             self.rule(name, value)
-        require(
-            self.supported or value == self.default,
-            f"{name}={value!r} is not supported yet; leave it at {self.default!r}",
-            NotImplementedError,
-        )
 
     def __get__(self, agent: object, cls: type) -> Argument:
         # Called on an agent only if the instance has no such attribute.
@@ -118,10 +111,9 @@ def argument(
     saved: bool = True,
     resumed: bool = True,
     mutable: bool = False,
-    supported: bool = True,
 ) -> Any:
     """A row of the table, to be assigned where the attribute is declared; see :class:`Argument`."""
-    return Argument(rule, default, saved, resumed, mutable, supported)
+    return Argument(rule, default, saved, resumed, mutable)
 
 
 class LLMArguments:
@@ -182,8 +174,10 @@ class LLMArguments:
     use_fused_linear_logprobs: bool = argument(FLAG, False)
     cast_logprobs_to_fp32: bool = argument(FLAG, True)
     fused_logprobs_chunk_rows: int | None = argument(OPTIONAL_COUNT, None)
+    fused_loss_chunk_rows: int | None = argument(OPTIONAL_COUNT, None)
+    use_liger_loss: bool = argument(FLAG, False)
     quantization_config: Any = argument(check_quantization_config, None, saved=False)
-    activation_offload: bool = argument(FLAG, False, supported=False)
+    activation_offload: bool = argument(FLAG, False)
     use_sequence_packing: bool = argument(FLAG, False)
     micro_batch_tokens: int | None = argument(OPTIONAL_COUNT, None)
 
@@ -212,7 +206,6 @@ class LLMArguments:
         Raises:
             TypeError: For a wrong type, or a parameter that has no row.
             ValueError: For a value out of range, or two that contradict each other.
-            NotImplementedError: For an option that is not supported yet.
         """
         table = cls.argument_table()
         unknown = given.keys() - table.keys() - {"self", "__class__"}
@@ -242,7 +235,7 @@ class LLMArguments:
             "actor_network and model_name are both None; pass actor_network (a causal language "
             "model) or model_name (a name or path to load)",
         )
-        _check_quantization(arguments)
+        check_memory_options(arguments)
         _check_hp_config(arguments, cls.argument_table())
         rank_batch_size(arguments["batch_size"], arguments["accelerator"])
         if arguments["use_vllm"]:
@@ -266,22 +259,6 @@ class LLMArguments:
                 logger.info(
                     "%s has no effect: log-probs are always computed in memory-bounded tiles", name
                 )
-
-
-def _check_quantization(arguments: Mapping[str, Any]) -> None:
-    """Refuse to quantize a model that is loaded already, and a second place to say how."""
-    require(
-        arguments["quantization_config"] is None
-        or arguments["actor_network"] is None
-        or arguments["clone"],
-        "quantization_config is given, but weights are quantized while they are loaded, and "
-        "actor_network is loaded already; pass model_name instead, or load actor_network with it: "
-        "from_pretrained(..., quantization_config=...)",
-    )
-    require(
-        "quantization_config" not in (arguments["model_config"] or {}),
-        "model_config has a quantization_config; pass it as the argument quantization_config",
-    )
 
 
 def _check_mutable(search: HyperparameterConfig | None, table: Mapping[str, Argument]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from agilerl.algorithms.core.argument_rules import check_clip_coef
 from agilerl.algorithms.core.arguments import POSITIVE, LLMArguments, argument
 from agilerl.algorithms.core.registry import HyperparameterConfig
-from agilerl.checks import COUNT, FLAG, OPTIONAL_COUNT, Number, OneOf, require, warn, warn_once
+from agilerl.checks import COUNT, FLAG, Number, OneOf, require, warn, warn_once
 from agilerl.llm.config import (
     AdvantageConfig,
     AdvNorm,
@@ -51,8 +51,6 @@ class GRPOArguments(LLMArguments):
     clip_coef: float | tuple[float, float] = argument(check_clip_coef, 0.2, mutable=True)
     max_grad_norm: float = argument(POSITIVE, 0.1, mutable=True)
     update_epochs: int = argument(COUNT, 1, mutable=True)
-    use_liger_loss: bool = argument(FLAG, False, supported=False)
-    fused_loss_chunk_rows: int | None = argument(OPTIONAL_COUNT, None, supported=False)
     use_kl_advantage_shaping: bool = argument(FLAG, False)
     adv_norm: AdvNorm = argument(OneOf(("mean_std", "mean_only", "batch_std")), "mean_std")
     loss_type: LossType = argument(OneOf(tuple(LOSS_TABLE), TRL_LOSSES), "grpo")

@@ -173,9 +173,11 @@ class LLMAlgorithm(LoRAAgent):
         return ForwardConfig(
             temperature=self.temperature,
             recompute_layers=self.gradient_checkpointing,
+            offload_activations=self.activation_offload,
             use_position_ids=self.calc_position_embeddings,
             fp32_logits=self.cast_logprobs_to_fp32,
-            tile_rows=self.fused_logprobs_chunk_rows,
+            tile_rows=self.fused_logprobs_chunk_rows or self.fused_loss_chunk_rows,
+            fused_layers=self.use_liger_loss,
         )
 
     @property

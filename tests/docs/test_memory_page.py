@@ -1,0 +1,31 @@
+"""The page's code runs as it is there, and prints what the page says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from documentation_page import run_page
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from agilerl.testing import tiny_model
+
+PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+PLAIN, HEADING, QUANTIZED = PAGE.partition("## A quantized base")
+
+
+def test_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(PLAIN, blocks=1, shown=0)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_code_with_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # DeepSpeed, where there is one, writes to the output when transformers first asks for it.
+    tiny_model().save_pretrained("first")
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    AutoModelForCausalLM.from_pretrained("first", quantization_config=config)
+    assert HEADING and run_page(PAGE, blocks=3, shown=2)
