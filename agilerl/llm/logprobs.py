@@ -1,16 +1,18 @@
-"""Log-probs of chosen tokens in row tiles: ``(tile_rows, V)`` is the largest tensor that exists.
+"""Log-probs of chosen tokens in tiles of logits: some tokens by a part of the vocabulary.
 
-A frozen head takes the fast path: a row's log-prob is a scalar, so its gradient with respect to the
-hidden state (the head's row at the target minus the mean row under the softmax) is computed in the
-same pass over the tiles as the value, and backward only scales it. A trained head (LoRA on it)
-recomputes each tile in backward.
+Softmax runs on line over the parts: sums and means under it are kept relative to the largest logit
+yet, as in FlashAttention (https://arxiv.org/abs/2205.14135, section 3.1). A frozen head's log-prob
+is a scalar per row, so its gradient with respect to the hidden state (the head's row at the target
+minus the mean row under the softmax) is computed with the value and kept; backward only scales it.
+A trained head (LoRA on it) takes the whole vocabulary at a time, and recomputes its tiles in
+backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,9 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from agilerl.llm.causal_lm import LogitHead
 
-# A tile that fits the processor's cache is fastest on CPU; larger ones fill an accelerator better.
-TILE_BYTES = {"cpu": 16 * 2**20}
+# A tile that fits a processor core's cache is fastest on a CPU; larger ones fill an accelerator.
+TILE_BYTES = {"cpu": 2 * 2**20}
 DEFAULT_TILE_BYTES = 256 * 2**20
+TILE_COLUMNS = {"cpu": 1024}
+DEFAULT_TILE_COLUMNS = 16384
+LEAST_TILE_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,17 @@ def token_logprobs(
         temperature: Divides the logits.
         fp32: Reduce over the vocabulary in float32 (float64 hidden states stay float64); otherwise
             in the dtype of the logits.
-        tile_rows: Rows per tile; None picks one that fits ``TILE_BYTES``.
+        tile_rows: Rows per tile; None: as many as fit ``TILE_BYTES``.
         entropy: Also compute entropies; zeros otherwise.
         entropy_gradient: With their gradient, which takes a second ``(N, D)`` tensor.
     """
-    rows = tile_rows or _auto_tile_rows(hidden, head.vocab_size)
+    device = hidden.device.type
+    columns = TILE_COLUMNS.get(device, DEFAULT_TILE_COLUMNS)
+    columns = head.vocab_size if head.weight is None else min(columns, head.vocab_size)
+    fitting = TILE_BYTES.get(device, DEFAULT_TILE_BYTES) // (4 * max(columns, 1))
+    rows = tile_rows or max(LEAST_TILE_ROWS, fitting)
     dtype = _reduction_dtype(hidden, fp32)
-    settings = _Tiles(rows, dtype, temperature, entropy, entropy_gradient)
+    settings = _Tiles(rows, columns, dtype, temperature, entropy, entropy_gradient)
     if head.weight is not None:
         return TokenLogProbs(*_FrozenHeadLogProbs.apply(hidden, targets, head, settings))
     tiles = [
@@ -80,15 +89,11 @@ class _Tiles:
     """How tiles are cut and reduced over the vocabulary."""
 
     rows: int
+    columns: int
     dtype: torch.dtype
     temperature: float
     entropy: bool
     entropy_gradient: bool
-
-
-def _auto_tile_rows(hidden: torch.Tensor, vocab_size: int) -> int:
-    budget = TILE_BYTES.get(hidden.device.type, DEFAULT_TILE_BYTES)
-    return max(16, budget // (4 * max(vocab_size, 1)))
 
 
 def _reduction_dtype(hidden: torch.Tensor, fp32: bool) -> torch.dtype:
@@ -114,7 +119,7 @@ def _trained_head_tile(
 
 
 class _FrozenHeadLogProbs(torch.autograd.Function):
-    """Value, entropy and gradient of the hidden states in one pass over the row tiles."""
+    """Value, entropy and gradient of the hidden states in one pass over the tiles."""
 
     @staticmethod
     def forward(
@@ -129,11 +134,15 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
         ]
         for start in range(0, hidden.shape[0], settings.rows):
             part = slice(start, start + settings.rows)
-            outputs = (
-                entropy[part] if settings.entropy else None,
-                *[None if whole is None else whole[part] for whole in gradients],
-            )
-            logp[part] = _tile_logprobs(hidden[part], targets[part], head, settings, *outputs)
+            rows = _Rows(hidden[part], targets[part], head, settings)
+            softmax = rows.softmax(with_gradient=need_grad)
+            logp[part] = softmax.target - softmax.log_total
+            if settings.entropy:
+                entropy[part] = softmax.log_total - softmax.mean
+            if gradients[0] is not None:
+                gradients[0][part] = rows.logp_gradient(softmax)
+            if gradients[1] is not None:
+                gradients[1][part] = rows.entropy_gradient(softmax)
         if not settings.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(*gradients)
@@ -148,60 +157,129 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
         return result.to(gradient.dtype), None, None, None
 
 
-def _tile_logprobs(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    head: LogitHead,
-    settings: _Tiles,
-    entropy_out: torch.Tensor | None,
-    gradient_out: torch.Tensor | None,
-    entropy_gradient_out: torch.Tensor | None,
-) -> torch.Tensor:
-    """Log-probs of one tile; entropies and gradients are written to the given tensors.
+class _Softmax(NamedTuple):
+    """What is known of ``n`` rows after a pass over the vocabulary."""
 
-    At most two ``(rows, V)`` buffers are alive, one without entropies; a soft cap keeps one more.
-    """
-    assert head.weight is not None
-    to_hidden = head.scale / settings.temperature
-    z = nn.functional.linear(hidden, head.weight, head.bias).to(settings.dtype)
-    if head.scale != 1.0:
-        z *= head.scale
-    slope: Callable[[torch.Tensor], torch.Tensor] | None = None
-    if head.softcap is not None:
-        tanh = z.div_(head.softcap).tanh_().clone()
-        z.mul_(head.softcap)
-        slope = lambda p: p * (1.0 - tanh.square())  # noqa: E731 - the tanh tile is only alive where it is needed
-    z.div_(settings.temperature)
-
-    z.sub_(z.amax(1, keepdim=True))
-    target_z = z.gather(1, targets[:, None]).squeeze(1)
-    p = z.exp_() if entropy_out is None else z.exp()
-    total = p.sum(1)
-    log_total = total.log()
-    if entropy_out is not None or gradient_out is not None:
-        p.div_(total[:, None])
-    if entropy_out is not None:
-        # H = log(sum exp z) - sum p z; a batched dot product needs no temporary tile.
-        entropy_out.copy_(log_total - torch.bmm(p[:, None, :], z[:, :, None]).view(-1))
-        if entropy_gradient_out is not None:
-            # dH / dz = -p (log p + H), where log p = z - log_total.
-            residual = z.sub_((log_total - entropy_out)[:, None]).mul_(p).neg_()
-            entropy_gradient_out.copy_(_through_head(residual, head, slope).mul_(to_hidden))
-    if gradient_out is not None:
-        # d log p(target) / dz = onehot - p
-        residual = p.neg_()
-        residual.scatter_add_(1, targets[:, None], torch.ones_like(residual[:, :1]))
-        gradient_out.copy_(_through_head(residual, head, slope).mul_(to_hidden))
-    return target_z - log_total
+    largest: torch.Tensor
+    """``(n,)`` logit; the following are relative to it."""
+    log_total: torch.Tensor
+    """``(n,)`` logarithm of the sum of the exponentials."""
+    target: torch.Tensor
+    """``(n,)`` logit of the target."""
+    target_slope: torch.Tensor | None
+    """``(n,)`` derivative of the target's logit by the head's output; None: a constant."""
+    mean: torch.Tensor
+    """``(n,)`` mean logit under the softmax; only where entropies are asked for."""
+    others: torch.Tensor | None
+    """``(n, D)`` mean row of the head under the softmax, with 0 at the target, times the slope."""
 
 
-def _through_head(
-    residual: torch.Tensor,
-    head: LogitHead,
-    slope: Callable[[torch.Tensor], torch.Tensor] | None,
-) -> torch.Tensor:
-    """Unscaled gradient of the hidden states, ``residual * slope @ W``."""
-    assert head.weight is not None
-    if slope is not None:
-        residual = slope(residual)
-    return residual.to(head.weight.dtype) @ head.weight
+class _Rows:
+    """Rows of hidden states that run through the tiles together."""
+
+    def __init__(
+        self, hidden: torch.Tensor, targets: torch.Tensor, head: LogitHead, settings: _Tiles
+    ) -> None:
+        assert head.weight is not None
+        self.hidden, self.targets, self.head, self.settings = hidden, targets, head, settings
+        self.weight = head.weight
+        # Of the logits by the head's output, where there is no soft cap.
+        self.factor = head.scale / settings.temperature
+
+    def _tiles(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+        """Columns, logits ``(n, columns)`` and, with a soft cap, their slope, tile by tile."""
+        head, settings = self.head, self.settings
+        for start in range(0, self.weight.shape[0], settings.columns):
+            part = slice(start, start + settings.columns)
+            bias = None if head.bias is None else head.bias[part]
+            z = nn.functional.linear(self.hidden, self.weight[part], bias).to(settings.dtype)
+            slope = None
+            if head.softcap is None:
+                if self.factor != 1.0:
+                    z *= self.factor
+            else:
+                tanh = z.mul_(head.scale / head.softcap).tanh_()
+                slope = 1.0 - tanh.square()
+                z = tanh.mul_(head.softcap / settings.temperature)
+            yield part, z, slope
+
+    def _at_targets(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which rows have their target in a tile, ``(n, 1)`` bool, and its column in there."""
+        column = self.targets[:, None] - part.start
+        inside = (column >= 0) & (column < self.settings.columns)
+        width = min(part.stop, self.weight.shape[0]) - part.start
+        return inside, column.clamp(0, width - 1)
+
+    def softmax(self, *, with_gradient: bool) -> _Softmax:
+        """One pass over the vocabulary."""
+        settings, n = self.settings, len(self.hidden)
+        # Sums over many tiles, whatever the dtype of these.
+        wide = torch.promote_types(settings.dtype, torch.float32)
+        lowest = torch.finfo(settings.dtype).min / 2
+        largest = torch.full((n, 1), lowest, dtype=wide, device=self.hidden.device)
+        total, weighted, target = (torch.zeros_like(largest) for _ in range(3))
+        slope_at_target = None if self.head.softcap is None else torch.zeros_like(target)
+        others = None
+        if with_gradient:
+            others = torch.zeros(self.hidden.shape, dtype=wide, device=self.hidden.device)
+        for part, z, slope in self._tiles():
+            inside, column = self._at_targets(part)
+            target = torch.where(inside, z.gather(1, column).to(wide), target)
+            before, largest = largest, torch.maximum(largest, z.amax(1, keepdim=True).to(wide))
+            z.sub_(largest)
+            p = z.exp() if settings.entropy else z.exp_()
+            shrink = (before - largest).exp_()
+            if settings.entropy:
+                # Of logits relative to the largest; a batched dot product makes no other tile.
+                weighted.add_((before - largest) * total).mul_(shrink)
+                weighted.add_(torch.bmm(p[:, None, :], z[:, :, None]).view(n, 1))
+            total.mul_(shrink).add_(p.sum(1, keepdim=True, dtype=wide))
+            if slope is not None and slope_at_target is not None:
+                slope_at_target = torch.where(
+                    inside, slope.gather(1, column).to(wide), slope_at_target
+                )
+                p.mul_(slope)
+            if others is not None:
+                # Left out, as 1 - p of a likely target is lost beside p in lower precision.
+                p.scatter_(1, column, p.gather(1, column).masked_fill_(inside, 0.0))
+                _add_product(others.mul_(shrink), p, self.weight[part])
+        return _Softmax(
+            largest=largest.squeeze(1),
+            log_total=total.log().squeeze(1),
+            target=(target - largest).squeeze(1),
+            target_slope=None if slope_at_target is None else slope_at_target.squeeze(1),
+            mean=(weighted / total).squeeze(1),
+            others=None if others is None else others.div_(total),
+        )
+
+    def logp_gradient(self, softmax: _Softmax) -> torch.Tensor:
+        """``(n, D)`` of log-probs: with logits z, dz of the target minus the mean of all dz."""
+        assert softmax.others is not None
+        # One minus the target's probability.
+        share = -(softmax.target - softmax.log_total).expm1()
+        if softmax.target_slope is not None:
+            share = share * softmax.target_slope
+        of_target = share[:, None] * self.weight[self.targets]
+        return of_target.sub_(softmax.others).mul_(self.factor)
+
+    def entropy_gradient(self, softmax: _Softmax) -> torch.Tensor:
+        """``(n, D)`` of entropies: ``dH / dz = -p (log p + H)``, in another pass."""
+        entropy = (softmax.log_total - softmax.mean)[:, None]
+        gradient = torch.zeros(
+            self.hidden.shape, dtype=self.settings.dtype, device=self.hidden.device
+        )
+        for part, z, slope in self._tiles():
+            logp = z.sub_((softmax.largest + softmax.log_total)[:, None])
+            residual = logp.exp().mul_(logp.add_(entropy)).neg_()
+            if slope is not None:
+                residual.mul_(slope)
+            _add_product(gradient, residual, self.weight[part])
+        return gradient.mul_(self.factor)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """``total += left @ right``, where the product has the dtype of ``right``."""
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left.to(right.dtype) @ right)

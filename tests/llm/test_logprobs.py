@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from peft import LoraConfig
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from agilerl.llm import logprobs
 from agilerl.llm.causal_lm import LogitHead, find_head
 from agilerl.llm.logprobs import TokenLogProbs, token_logprobs
 from agilerl.llm.policy import Policy
@@ -19,6 +22,14 @@ from agilerl.llm.shared_base import SharedBase
 from agilerl.testing import tiny_model
 
 V, D = 53, 12
+TILE_COLUMNS = (1, 7, 20, 1024)
+
+
+@contextmanager
+def tile_columns(columns: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(logprobs.TILE_COLUMNS, "cpu", columns)
+        yield
 
 
 def frozen_head(
@@ -80,6 +91,7 @@ def assert_same(mine: TokenLogProbs, theirs: TokenLogProbs, leaves: list[torch.T
 @given(
     rows=st.integers(1, 9),
     tile_rows=st.sampled_from([None, 1, 2, 3, 5, 9, 100]),
+    columns=st.sampled_from(TILE_COLUMNS),
     temperature=st.sampled_from([0.3, 0.9, 1.0, 2.5]),
     bias=st.booleans(),
     scale=st.sampled_from([1.0, 0.25, 3.0]),
@@ -90,6 +102,7 @@ def assert_same(mine: TokenLogProbs, theirs: TokenLogProbs, leaves: list[torch.T
 def test_tiled_equals_plain(
     rows: int,
     tile_rows: int | None,
+    columns: int,
     temperature: float,
     bias: bool,
     scale: float,
@@ -101,13 +114,15 @@ def test_tiled_equals_plain(
     hidden, targets = inputs(rows, seed)
     hidden.requires_grad_()
     path = as_trained(head) if trained else head
-    mine = token_logprobs(hidden, targets, path, temperature=temperature, tile_rows=tile_rows)
+    with tile_columns(columns):
+        mine = token_logprobs(hidden, targets, path, temperature=temperature, tile_rows=tile_rows)
     assert_same(mine, plain(hidden, targets, head, temperature), [hidden])
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     tile_rows=st.sampled_from([None, 1, 2, 5, 100]),
+    columns=st.sampled_from(TILE_COLUMNS),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
     bias=st.booleans(),
     scale=st.sampled_from([1.0, 0.25, 3.0]),
@@ -117,6 +132,7 @@ def test_tiled_equals_plain(
 )
 def test_the_gradient_of_the_entropy_is_that_of_the_plain_formula(
     tile_rows: int | None,
+    columns: int,
     temperature: float,
     bias: bool,
     scale: float,
@@ -129,12 +145,13 @@ def test_the_gradient_of_the_entropy_is_that_of_the_plain_formula(
     hidden.requires_grad_()
     path = as_trained(head) if trained else head
     settings: dict[str, Any] = {"temperature": temperature, "tile_rows": tile_rows}
-    mine = token_logprobs(hidden, targets, path, entropy_gradient=True, **settings)
+    with tile_columns(columns):
+        mine = token_logprobs(hidden, targets, path, entropy_gradient=True, **settings)
+        without = token_logprobs(hidden, targets, path, **settings)
     theirs = plain(hidden, targets, head, temperature)
     assert_same(mine, theirs, [hidden])  # of the log-probs alone it is as before
     found, expected = (both_gradients(made, hidden) for made in (mine, theirs))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    without = token_logprobs(hidden, targets, path, **settings)
     assert not without.entropy.requires_grad and torch.equal(without.entropy, mine.entropy)
 
 
