@@ -24,7 +24,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MANIFESTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm test test-fast demo demo-multiturn demo-hpo demo-deepspeed bench lint format constraints clean
+.PHONY: help install install-vllm test test-fast demo demo-multiturn demo-hpo demo-deepspeed bench bench-report lint format constraints clean
 
 help:
 	@echo "make demo       train a small language model on reasoning tasks, with before and after"
@@ -34,7 +34,8 @@ help:
 	@echo "make demo VLLM=1      the first one, or demo-multiturn, generating with vLLM"
 	@echo "make test       lint, type check and run all tests"
 	@echo "make test-fast  the tests that start no process and train nothing for long"
-	@echo "make bench      all benchmarks, those against TRL included: two to three hours of one quiet core"
+	@echo "make bench      all benchmarks, those against TRL included: about an hour of one quiet core"
+	@echo "make bench-report     the tables and plots made of their results"
 	@echo "make install    what test needs, into $(VENV)"
 	@echo "make lint | format | clean | constraints"
 
@@ -71,6 +72,9 @@ demo-deepspeed: $(VENV)/.installed-demo $(VENV)/.installed-deepspeed
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarking/bench.py $(ARGS)
+
+bench-report: $(VENV)/.installed-bench
+	$(BIN)/python benchmarking/reporting/make_report.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
-"""Run all benchmarks one after the other and write their JSON.
+"""Run all benchmarks one after the other, write their JSON, and the tables and plots made of it.
 
-python benchmarking/bench.py                    # all; two to three hours of one quiet core
+python benchmarking/bench.py                    # all; about an hour of one quiet core
 python benchmarking/bench.py --only grpo_step   # one of them
 python benchmarking/bench.py --quick            # a minute or two: does everything run?
 """
@@ -14,9 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-QUICK_RESULTS = HERE.parent / "build" / "bench-quick"
+ROOT = Path(__file__).resolve().parents[1]
+# Relative, as the command stands in the file that it writes.
+RESULTS = Path("benchmarking") / "results"
+QUICK_RESULTS = Path("build") / "bench-quick"
 SCRIPTS = {
     "grpo_step": "grpo-step-cpu.json",
     "time_shares": "time-shares-cpu.json",
@@ -37,7 +38,7 @@ def command(name: str, *, quick: bool, out: Path, trl: bool) -> list[str]:
         out: Folder of the results.
         trl: Whether TRL is installed; without it this library's side runs alone.
     """
-    words = [sys.executable, str(HERE / f"{name}.py"), "--out", str(out / SCRIPTS[name])]
+    words = [sys.executable, f"benchmarking/{name}.py", "--out", str(out / SCRIPTS[name])]
     words += ["--quick"] if quick else []
     words += ["--only", "agilerl"] if name == "grpo_step" and not trl else []
     return words
@@ -52,7 +53,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small shapes, into build/bench-quick")
     parser.add_argument("--out", type=Path, help="folder of the JSON; by default results/")
     given = parser.parse_args()
-    out = given.out or (QUICK_RESULTS if given.quick else RESULTS)
+    out = QUICK_RESULTS if given.quick else RESULTS
+    if given.out:
+        out = given.out.resolve()
     trl = importlib.util.find_spec("trl") is not None
     if not trl and not given.quick:
         parser.error('TRL is not installed, which this compares with: pip install -e ".[bench]"')
@@ -62,8 +65,12 @@ def main() -> None:
     for name in given.only or SCRIPTS:
         print(f"== {name}", flush=True)
         words = command(name, quick=given.quick, out=out, trl=trl)
-        if subprocess.run(words, env=environment, check=False).returncode:
+        if subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode:
             failed.append(name)
+    if out == RESULTS and not failed:
+        subprocess.run(
+            [sys.executable, "benchmarking/reporting/make_report.py"], cwd=ROOT, check=True
+        )
     if failed:
         sys.exit(f"failed, with the error printed above: {', '.join(failed)}")
 

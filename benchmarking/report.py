@@ -68,8 +68,9 @@ def run_workloads(
         result["stolen_time_share"] = round(stolen.share(), 3)
         results["workloads"][name] = result
         print_summary(name, result)
-    results["load_average_at_end"] = load_average()
+        results["load_average_at_end"] = load_average()
+        if out:  # after every workload: what an interrupted run has measured is kept
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(results, indent=2) + "\n")
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(results, indent=2) + "\n")
         print(f"written to {out}")

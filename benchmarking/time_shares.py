@@ -1,6 +1,6 @@
 """Where the time of this library's step goes: matrix products against everything else.
 
-One step of each workload of ``grpo_step.py`` runs under torch's profiler. Matrix products are what
+Steps of each workload of ``grpo_step.py`` run under torch's profiler. Matrix products are what
 the model asks for; the rest is the distance to the limit.
 
     python benchmarking/time_shares.py --out benchmarking/results/NAME.json
@@ -12,12 +12,16 @@ import os
 import statistics
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from alternating import in_a_process
 from report import benchmark_parser, count, run_workloads
 from workloads import WORKLOADS, Workload, shrunk
+
+if TYPE_CHECKING:
+    from sides import OwnSteps
 
 KINDS = {
     "matrix products": "mm addmm bmm baddbmm mv addmv dot",
@@ -62,62 +66,75 @@ def kind_of(operator: str) -> str | None:
 
 
 def measure(workload: Workload, steps: int, threads: int) -> dict[str, Any]:
-    """Time plain steps, then profile one, in this process.
+    """Time plain steps and profile as many, in turn, in this process.
 
     Returns:
-        Median CPU seconds of the plain steps and, for generation and the rest of the step
-        together, the share of each kind in them. What no operator accounts for is Python, the
-        dispatch of operators and autograd.
+        Median CPU seconds of the plain steps, and the share of each kind in them. What no operator
+        accounts for is Python, the dispatch of operators and autograd.
     """
     import torch
     from sides import OwnSteps
 
     torch.set_num_threads(threads)
     own = OwnSteps(workload)
-    before = workload.warmup_steps + steps
-    reports = [own.step(own.prompts(number), number) for number in range(before)]
-    plain = statistics.median(
-        report["seconds"]["total"] for report in reports[workload.warmup_steps :]
-    )
-    prompts = own.prompts(before)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        wall, cpu = time.perf_counter(), time.process_time()
-        own.step(prompts, before)
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    # The profiler reads the clock, which goes on while other programs have the processor.
-    on_processor = cpu / wall
-    seconds: Counter[str] = Counter()
-    operators: Counter[str] = Counter()
-    calls = 0
-    for event in profile.key_averages():
-        kind = kind_of(event.key)
-        if kind is not None:
-            own_seconds = event.self_cpu_time_total / 1e6 * on_processor
-            seconds[kind] += own_seconds
-            operators[event.key] += own_seconds
-            calls += event.count
+    first = workload.warmup_steps
+    for number in range(first):
+        own.step(own.prompts(number), number)
+    plain, profiled = [], []
+    for number in range(first, first + 2 * steps, 2):
+        report = own.step(own.prompts(number), number)
+        plain.append(report["seconds"]["total"])
+        profiled.append(operator_seconds(own, number + 1))
+    operators = {
+        name: statistics.median(seconds[name] for seconds in profiled)
+        for name in set().union(*profiled)
+    }
+    total = statistics.median(plain)
     return {
-        "median_seconds": plain,
-        "profiled_seconds": cpu,
-        "operator_calls": calls,
-        "seconds": dict(seconds),
-        "share": shares(seconds, plain),
-        "largest_operators": {key: value / plain for key, value in operators.most_common(12)},
-        "memory_bytes": reports[-1]["memory_bytes"],
+        "median_seconds": total,
+        "seconds": plain,
+        "share": shares(operators, total),
+        "largest_operators": {
+            name: operators[name] / total
+            for name in sorted(operators, key=operators.__getitem__, reverse=True)[:12]
+        },
+        "memory_bytes": report["memory_bytes"],
     }
 
 
-def shares(seconds: Counter[str], total: float) -> dict[str, float]:
+def operator_seconds(own: OwnSteps, number: int) -> Counter[str]:
+    """CPU seconds of every operator of torch in one step, without those that it calls."""
+    import torch
+
+    prompts = own.prompts(number)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        wall, cpu = time.perf_counter(), time.process_time()
+        own.step(prompts, number)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    # The profiler reads the clock, which goes on while other programs have the processor.
+    microsecond = 1e-6 * cpu / wall
+    return Counter(
+        {
+            event.key: event.self_cpu_time_total * microsecond
+            for event in profile.key_averages()
+            if kind_of(event.key) is not None
+        }
+    )
+
+
+def shares(operators: Mapping[str, float], total: float) -> dict[str, float]:
     """Shares by kind of a step without the profiler; what is left is Python and dispatch.
 
     Args:
-        seconds: Of the operators, by kind.
-        total: Of the step.
+        operators: Seconds of each under the profiler.
+        total: Seconds of a step without it.
     """
     # Where operators under the profiler took longer than the plain step, they are all there is.
-    whole = max(total, sum(seconds.values()))
-    found = {kind: seconds[kind] / whole for kind in ALL_KINDS}
-    return found | {"python and dispatch": 1.0 - sum(found.values())}
+    whole = max(total, sum(operators.values()))
+    found = dict.fromkeys(ALL_KINDS, 0.0)
+    for name, seconds in operators.items():
+        found[kind_of(name)] += seconds / whole
+    return found | {"python and dispatch": max(0.0, 1.0 - sum(found.values()))}
 
 
 def print_summary(name: str, result: dict[str, Any]) -> None:
@@ -133,7 +150,7 @@ def main() -> None:
     """Profile all workloads, print and write the result."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="by default all")
-    parser.add_argument("--steps", type=count, default=3, help="plain steps before the profiled")
+    parser.add_argument("--steps", type=count, default=3, help="plain and profiled steps")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(given.threads)  # read when the children load torch
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,13 +50,14 @@ def test_time_shares_of_a_step() -> None:
     found = time_shares.measure(shrunk(WORKLOADS["uneven"]), steps=1, threads=1)
     assert list(found["share"]) == list(time_shares.ALL_KINDS)
     assert sum(found["share"].values()) == pytest.approx(1.0)
-    assert found["seconds"]["matrix products"] > 0 and found["operator_calls"] > 100
+    assert min(found["share"].values()) >= 0 and found["share"]["matrix products"] > 0
+    assert any(name.startswith("aten::") for name in found["largest_operators"])
 
 
 def test_shares_are_of_the_step_without_the_profiler() -> None:
-    found = time_shares.shares(Counter({"matrix products": 2.0, "copies": 1.0}), 4.0)
+    found = time_shares.shares({"aten::mm": 1.5, "aten::bmm": 0.5, "aten::cat": 1.0}, 4.0)
     assert (found["matrix products"], found["python and dispatch"]) == (0.5, 0.25)
-    found = time_shares.shares(Counter({"matrix products": 6.0, "copies": 2.0}), 4.0)
+    found = time_shares.shares({"aten::addmm_": 6.0, "aten::cat": 2.0}, 4.0)
     assert (found["matrix products"], found["python and dispatch"]) == (0.75, 0.0)
 
 
