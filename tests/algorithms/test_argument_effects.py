@@ -171,6 +171,7 @@ def test_compiled_forward_gives_the_same_update() -> None:
             model=small_model(layers=1),
             lora_config=lora(target_modules=["q_proj"]),
             torch_compiler=mode,
+            gradient_checkpointing=True,
             beta=0.0,
             update_epochs=1,
             batch_size=8,

@@ -21,6 +21,7 @@ from agent_helpers import (
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from agilerl.algorithms import GRPO
+from agilerl.algorithms.checkpoint.load import read_saved_agent
 from agilerl.distributed import Ranks
 from agilerl.llm.checkpoint.schema import DamagedCheckpointError
 from agilerl.llm.generation.mixed_adapters import mixing_key
@@ -115,18 +116,20 @@ def test_checkpoints_clones_and_the_8_bit_optimizer_go_on_exactly(
     twin, live = agent.clone(), make_agent(**settings)
     live.load_checkpoint(tmp_path / "saved", load_optimizer=True)
     live.rng.set_state(agent.rng.get_state())
+    resumed = make_agent(**settings)
+    read_saved_agent(resumed, tmp_path / "saved").restore()
     base = agent.policy.base
     assert twin.policy.base is base and live.policy.base is base
     loaded = GRPO.load(tmp_path / "saved")
     assert loaded.policy.base.fingerprint() == base.fingerprint()
     train(agent)
-    for other in (twin, live, loaded):
+    for other in (twin, live, resumed, loaded):
         train(other)
         assert torch.equal(weights(other), weights(agent))
     # From the file alone, without an agent whose base could be shared.
-    for other in (agent, twin, live, loaded):
+    for other in (agent, twin, live, resumed, loaded):
         other.clean_up()
-    del agent, twin, live, loaded, other, base
+    del agent, twin, live, resumed, loaded, other, base
     again = GRPO.load(tmp_path / "saved")
     assert is_quantized(again.policy.base.model) and mixing_key(again.policy) is not None
 

@@ -31,8 +31,8 @@ needs_bitsandbytes = pytest.mark.skipif(
 )
 
 
-def model_with(weights: str, folder: Path) -> PreTrainedModel:
-    model = tiny_model(hidden_size=64, layers=2)
+def model_with(weights: str, folder: Path, layers: int = 2) -> PreTrainedModel:
+    model = tiny_model(hidden_size=64, layers=layers)
     if weights not in PACKED:
         return model.to(getattr(torch, weights))
     model.save_pretrained(folder)
@@ -152,9 +152,12 @@ def test_on_a_gpu_activations_take_its_memory_no_more() -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_compiled_forwards_are_offloaded_too() -> None:
-    policy = policy_on(tiny_model(hidden_size=16, layers=1))
-    config = ForwardConfig(temperature=0.9, recompute_layers=True)
+@needs_bitsandbytes  # without it the time goes to what test_argument_effects compiles
+@pytest.mark.parametrize("weights", PACKED)
+def test_compiled_forwards_are_offloaded_too(weights: str, tmp_path: Path) -> None:
+    policy = policy_on(model_with(weights, tmp_path, layers=1))
+    # Compiled forwards are of padded rows.
+    config = ForwardConfig(temperature=0.9, recompute_layers=True, layout="padded")
     plain = gradients(policy, config)
     policy.compile("default")
     found, size = offloaded_gradients(policy, config)

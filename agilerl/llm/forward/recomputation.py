@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 _RECOMPUTING = "_agilerl_recomputing"
@@ -56,19 +56,19 @@ def _recomputing(
     """
     forward = layer.forward
     if recomputed_within is not None:
-        return _checkpointed(forward, lambda: (contextlib.nullcontext(), recomputed_within()))
+        within = recomputed_within
+        return partial(
+            _checkpointed(forward), context_fn=lambda: (contextlib.nullcontext(), within())
+        )
     kept = layer.__dict__.get(_RECOMPUTING)
     if kept is None or kept.args[0] != forward:
-        kept = layer.__dict__[_RECOMPUTING] = _checkpointed(forward, noop_context_fn)
+        kept = layer.__dict__[_RECOMPUTING] = _checkpointed(forward)
     return kept
 
 
-def _checkpointed(
-    forward: Callable[..., Any], context_fn: Callable[[], tuple[Context, Context]]
-) -> partial[Any]:
-    return partial(
-        checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn
-    )
+def _checkpointed(forward: Callable[..., Any]) -> partial[Any]:
+    # torch.compile takes no context_fn, not even the one that is torch's default.
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def remove_recomputation(model: nn.Module) -> None:
