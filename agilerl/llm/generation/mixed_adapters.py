@@ -21,6 +21,7 @@ from torch import nn
 
 from agilerl.checks import require
 from agilerl.llm.causal_lm import equal_up_to_rounding
+from agilerl.llm.generation.row_groups import RowGroups
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase
 
@@ -44,32 +45,12 @@ class RowAdapters:
 
     def __init__(self, count: int) -> None:
         self.count, self.rows = count, 0
-        # From rows to rows grouped by adapter, and back; None: they are grouped already.
-        self._gather: torch.Tensor | None = None
-        self._place: torch.Tensor | None = None
-        self._sizes: list[int] | None = None
+        self._groups: RowGroups | None = None
 
     def assign(self, adapters: torch.Tensor) -> None:
         """Choose an adapter for each row: ``(N,)`` long, below ``count``."""
-        rows, counts = len(adapters), torch.bincount(adapters, minlength=self.count)
-        largest = int(counts.max())
-        order = adapters.argsort(stable=True)
-        place = torch.arange(rows, device=adapters.device)
-        grouped = rows
-        if self.count * largest <= _MOST_PADDING * rows:
-            # All groups are as large as the largest: one batched product.
-            self._sizes, grouped = None, self.count * largest
-            starts = counts.cumsum(0) - counts
-            place = adapters[order] * largest + place - starts[adapters[order]]
-        else:
-            self._sizes = counts.tolist()
-        self.rows = rows
-        self._place = torch.empty_like(order)
-        self._place[order] = place
-        self._gather = order.new_zeros(grouped)
-        self._gather[self._place] = torch.arange(rows, device=adapters.device)
-        if grouped == rows and bool((self._place.diff() == 1).all()):
-            self._gather = self._place = None
+        self.rows = len(adapters)
+        self._groups = RowGroups(adapters, self.count, _MOST_PADDING)
 
     def run(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Each row through its adapter.
@@ -82,15 +63,16 @@ class RowAdapters:
         Returns:
             ``(N, T, out)``.
         """
-        tokens = x.shape[1]
-        x = x if self._gather is None else x[self._gather]
-        if self._sizes is None:
+        assert self._groups is not None
+        tokens, x = x.shape[1], self._groups.gathered(x)
+        if self._groups.sizes is None:
+            # All groups are as large as the largest: one batched product.
             made = x.reshape(self.count, -1, x.shape[-1]).bmm(down).bmm(up)
             made = made.view(-1, tokens, up.shape[-1])
         else:
-            groups = zip(x.split(self._sizes), down, up, strict=True)
+            groups = zip(x.split(self._groups.sizes), down, up, strict=True)
             made = torch.cat([group @ first @ second for group, first, second in groups])
-        return made if self._place is None else made[self._place]
+        return self._groups.returned(made)
 
 
 class MixedLinear(nn.Module):
