@@ -8,8 +8,8 @@ from model_families import make_family
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from agilerl.llm.generation.attention import _NAME, _attend, single_query_attention
 from agilerl.llm.generation.kv_cache.growing_cache import GrowingCache
+from agilerl.llm.generation.single_token.attention import _NAME, attend, single_query_attention
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -30,7 +30,7 @@ def test_attention_is_torchs(
     module = nn.Module()
     module.num_key_value_groups = groups
     arguments = (module, query, key, value, mask)
-    mine, _ = _attend(*arguments, scaling=scaling, dropout=0.0, is_causal=False)
+    mine, _ = attend(*arguments, scaling=scaling, dropout=0.0, is_causal=False)
     theirs, _ = sdpa_attention_forward(*arguments, scaling=scaling, dropout=0.0, is_causal=False)
     assert mine.shape == theirs.shape
     torch.testing.assert_close(mine, theirs)

@@ -93,7 +93,8 @@ def test_a_flat_row_costs_the_others_nothing(
     logits[9] *= 0.02
     uniforms, sampling = torch.rand(64, generator=rng), config(**settings)
     alone = [
-        next_tokens(logits[i : i + 1], uniforms[i : i + 1], sampling).tokens for i in range(64)
+        next_tokens(row[None].clone(), uniform[None], sampling).tokens
+        for row, uniform in zip(logits, uniforms, strict=True)
     ]
     searched: list[tuple[int, int]] = []
     topk = torch.Tensor.topk
@@ -103,7 +104,7 @@ def test_a_flat_row_costs_the_others_nothing(
         return topk(self, k, dim=dim)
 
     monkeypatch.setattr(torch.Tensor, "topk", recording)
-    together = next_tokens(logits, uniforms, sampling).tokens
+    together = next_tokens(logits.clone(), uniforms, sampling).tokens
     assert torch.equal(together, torch.cat(alone))
     assert searched == [(64, 512), (2, 4096), (2, 20_000)]
 
@@ -145,7 +146,7 @@ def test_no_end_of_sequence_before_the_least_length() -> None:
 def test_the_largest_logit_tells_rows_that_are_not_finite(settings: dict[str, object]) -> None:
     logits = torch.randn(4, 300)
     logits[1, 7], logits[2, 280], logits[3, 4] = torch.nan, torch.inf, -torch.inf
-    largest = next_tokens(logits, torch.rand(4), config(**settings)).largest
+    largest = next_tokens(logits.clone(), torch.rand(4), config(**settings)).largest
     assert (largest < torch.inf).tolist() == [True, False, False, True]
     assert torch.equal(largest[[0, 3]], logits[[0, 3]].amax(1))
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from agilerl.llm.generation.attention import single_query_attention
 from agilerl.llm.generation.mixed_adapters import RowAdapters
+from agilerl.llm.generation.single_token.attention import single_query_attention
 
 
 class CachedDecoder:
@@ -22,7 +22,6 @@ class CachedDecoder:
         left_padding: Whether rows may have different lengths; False: no mask and no positions are
             passed, for models that have no use for them.
         single_query: Whether single tokens may attend by :func:`single_query_attention`.
-        shared_prefix: Whether they may against a :class:`SharedPrefixCache`.
         row_adapters: Where rows run with different adapters: which with which.
     """
 
@@ -32,11 +31,10 @@ class CachedDecoder:
         *,
         left_padding: bool,
         single_query: bool,
-        shared_prefix: bool = False,
         row_adapters: RowAdapters | None = None,
     ) -> None:
         self.decoder, self.left_padding, self.single_query = decoder, left_padding, single_query
-        self.shared_prefix, self.row_adapters = shared_prefix, row_adapters
+        self.row_adapters = row_adapters
 
     def assign(self, adapters: torch.Tensor) -> None:
         """Choose the adapter of each row of the next forwards: ``(N,)`` long, where they differ."""

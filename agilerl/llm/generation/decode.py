@@ -21,6 +21,7 @@ from agilerl.llm.generation.kv_cache.growing_cache import CACHE_BLOCK, GrowingCa
 from agilerl.llm.generation.kv_cache.shared_prefix import SharedPrefixCache
 from agilerl.llm.generation.random_numbers import BLOCK
 from agilerl.llm.generation.sampling import next_tokens, penalise, scaled_logps
+from agilerl.llm.generation.single_token.tiled_head import TiledHead
 from agilerl.llm.generation.stop_sequences import StopSequenceMatcher
 
 # Finished rows leave once they are this share of the batch; moving the cache for each one would
@@ -107,6 +108,7 @@ class DecodingLoop:
         device: The model's.
         sampling: How tokens are drawn.
         tokenizer: Finds the stop sequences; None: there are none.
+        shared_prefix: Whether the model may run against a :class:`SharedPrefixCache`.
     """
 
     def __init__(
@@ -116,8 +118,11 @@ class DecodingLoop:
         device: torch.device,
         sampling: SamplingConfig,
         tokenizer: Tokenizer | None = None,
+        *,
+        shared_prefix: bool = False,
     ) -> None:
-        self.model, self.head, self.device, self.sampling = model, head, device, sampling
+        self.model, self.device, self.sampling = model, device, sampling
+        self.head, self.shared_prefix = TiledHead(head), shared_prefix
         self.tokenizer = tokenizer
         self.eos = torch.tensor(sampling.eos_token_ids, device=device)
 
@@ -144,8 +149,10 @@ class DecodingLoop:
             column = step % BLOCK
             if column == 0 and (block := batch.uniforms(step // BLOCK)) is not None:
                 uniforms = block.to(self.device)
+            # Log-probs are of the logits as the model made them.
+            drawn_from = logits.clone() if self.sampling.return_logps else logits
             token, largest = next_tokens(
-                penalise(logits, rows.seen, step, self.sampling),
+                penalise(drawn_from, rows.seen, step, self.sampling),
                 None if uniforms is None else uniforms[rows.ids, column],
                 self.sampling,
             )
@@ -182,7 +189,7 @@ class DecodingLoop:
         count, room = len(batch.prompts), min(CACHE_BLOCK, max(batch.limits))
         distinct = list(batch.prompt_index) == list(range(count))
         # A session takes rows with all their columns, and gives them.
-        shares = self.model.shared_prefix and not (distinct or keep_cache or cache is not None)
+        shares = self.shared_prefix and not (distinct or keep_cache or cache is not None)
         if cache is None:
             cache = GrowingCache(0 if shares else room)
         padded = LeftPadded.of(batch.prompts, self.sampling.pad_token_id, self.device)
@@ -246,7 +253,10 @@ class _Output:
         logits: torch.Tensor,
         largest: torch.Tensor,
     ) -> None:
-        """Store a step: tokens, the ``(N, V)`` logits of the model, and the largest drawn from."""
+        """Store a step: tokens, the ``(N, V)`` logits of the model, and the largest drawn from.
+
+        The logits may be overwritten.
+        """
         column = step % BLOCK
         if column == 0:
             shape = len(self.lengths), min(BLOCK, self.limit - step)

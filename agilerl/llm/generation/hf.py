@@ -144,11 +144,15 @@ class HFGenerator:
             policy.base.decoder,
             left_padding=sampling.left_padding,
             single_query=support.single_query,
-            shared_prefix=support.shared_prefix,
             row_adapters=row_adapters,
         )
         loop = DecodingLoop(
-            decoder, rollout_head(policy), policy.device, sampling, self._tokenizer(sampling)
+            decoder,
+            rollout_head(policy),
+            policy.device,
+            sampling,
+            self._tokenizer(sampling),
+            shared_prefix=support.shared_prefix,
         )
         if prefix_cache is None:
             batch.complete(loop)

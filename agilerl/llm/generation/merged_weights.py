@@ -16,6 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from agilerl.llm.causal_lm import LogitHead
+from agilerl.llm.generation.single_token.layer_swap import fused_layers
 from agilerl.llm.policy import Policy
 
 
@@ -39,7 +40,11 @@ def rollout_weights(policy: Policy) -> Iterator[None]:
             with base.partition.in_step():
                 yield
         else:
-            with base.whole(), merged_adapter(policy.model, slot):
+            with (
+                base.whole(),
+                merged_adapter(policy.model, slot) as copies,
+                fused_layers(base, copies),
+            ):
                 yield
 
 
@@ -69,11 +74,12 @@ class _MergedLayer:
 
 
 @contextlib.contextmanager
-def merged_adapter(model: PeftModel, slot: str) -> Iterator[None]:
+def merged_adapter(model: PeftModel, slot: str) -> Iterator[set[nn.Module]]:
     """Within it, layers with the adapter ``slot`` are plain layers with merged weights.
 
-    Layers that cannot be merged exactly (lower precision than float32, quantized, DoRA and other
-    variants, LoRA with a bias) keep their LoRA branches.
+    Gives these plain layers, which nothing else uses. Layers that cannot be merged exactly (lower
+    precision than float32, quantized, DoRA and other variants, LoRA with a bias) keep their LoRA
+    branches.
     """
     layers = [
         layer
@@ -84,7 +90,7 @@ def merged_adapter(model: PeftModel, slot: str) -> Iterator[None]:
     for layer in layers:
         layer.swap_in()
     try:
-        yield
+        yield {layer.merged for layer in layers}
     finally:
         for layer in layers:
             layer.swap_out()

@@ -35,7 +35,8 @@ class DecodingSupport:
     left_padding: bool
     """Rows of different lengths may share a batch."""
     single_query: bool
-    """:func:`agilerl.llm.generation.attention.single_query_attention` may replace its attention."""
+    """:func:`~agilerl.llm.generation.single_token.attention.single_query_attention` may replace its
+    attention."""
     shared_prefix: bool = False
     """Rows may share a prompt's keys and values."""
 
@@ -144,7 +145,7 @@ def _shared_states(
     decoder: nn.Module, rows: Sequence[torch.Tensor], device: torch.device
 ) -> torch.Tensor:
     """As :func:`_decoded_states`, one by one, with two rows of each prompt, of which some leave."""
-    model = CachedDecoder(decoder, left_padding=True, single_query=True, shared_prefix=True)
+    model = CachedDecoder(decoder, left_padding=True, single_query=True)
     ids, mask, positions = LeftPadded.of(rows, 0, device)
     width, prompts = ids.shape[1] - _DECODED, len(rows)
     prompt_cache = GrowingCache(0)

@@ -37,7 +37,7 @@ def next_tokens(
     """Draw (or, greedily, pick) one token per row.
 
     Args:
-        logits: ``(N, V)`` after penalties; not changed.
+        logits: ``(N, V)`` after penalties; may be overwritten.
         uniforms: ``(N,)`` in [0, 1); None where decoding is greedy.
         sampling: Temperature and filters.
     """
@@ -51,7 +51,7 @@ def next_tokens(
         tokens = _draw_from_candidates(indices, probs, uniforms, sampling)
         return Drawn(tokens, values[:, 0])
     largest = logits.amax(1)
-    weights = (logits - largest[:, None]).div_(sampling.temperature).exp_()
+    weights = _weights(logits, largest, sampling.temperature)
     if sampling.top_p == 1.0 and sampling.min_p == 0.0:
         return Drawn(_draw_full(weights, uniforms), largest)
     total = weights.sum(1, keepdim=True)
@@ -61,10 +61,21 @@ def next_tokens(
 def scaled_logps(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
     """Log-probs ``(N,)``, float32, of tokens under ``softmax(logits / temperature)``.
 
-    ``logits`` ``(N, V)`` come before penalties and filters: what the trainer computes.
+    ``logits`` ``(N, V)`` come before penalties and filters, as what the trainer computes; they may
+    be overwritten.
     """
-    scaled = logits.float() / temperature
-    return scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(1)
+    logits = logits.float()
+    largest = logits.amax(1)
+    drawn = (logits.gather(1, tokens[:, None]).squeeze(1) - largest) / temperature
+    return drawn - _weights(logits, largest, temperature).sum(1).log()
+
+
+def _weights(logits: torch.Tensor, largest: torch.Tensor, temperature: float) -> torch.Tensor:
+    """``exp((logits - largest) / temperature)``, in the memory of the logits."""
+    logits.sub_(largest[:, None])
+    if temperature != 1.0:
+        logits.div_(temperature)
+    return logits.exp_()
 
 
 def penalise(
@@ -73,7 +84,7 @@ def penalise(
     """Penalise seen tokens and forbid an early end of sequence.
 
     Args:
-        logits: ``(N, V)``; not changed.
+        logits: ``(N, V)``; overwritten.
         seen: ``(N, L)`` ids of the tokens in each row, repetitions allowed; None: no penalty.
         generated: Tokens that the rows have generated.
         sampling: Penalty and least length.
@@ -81,11 +92,10 @@ def penalise(
     if seen is not None:
         penalty, values = sampling.repetition_penalty, logits.gather(1, seen)
         values = torch.where(values > 0, values / penalty, values * penalty)
-        logits = logits.scatter(1, seen, values)
+        logits.scatter_(1, seen, values)
     if generated < sampling.min_new_tokens:
-        logits = logits.index_fill(
-            1, torch.tensor(sampling.eos_token_ids, device=logits.device), -torch.inf
-        )
+        eos = torch.tensor(sampling.eos_token_ids, device=logits.device)
+        logits.index_fill_(1, eos, -torch.inf)
     return logits
 
 
@@ -109,17 +119,19 @@ def _most_likely(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 
 def _draw_full(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Inverse CDF in two levels, over blocks and then within one: cheap for a large vocabulary."""
-    rows, vocab = weights.shape
-    if vocab % BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, BLOCK - vocab % BLOCK))
-    blocks = weights.view(rows, -1, BLOCK)
-    block_cdf = blocks.sum(-1).double().cumsum(1)
+    vocab = weights.shape[1]
+    whole = vocab // BLOCK * BLOCK
+    sums = weights[:, :whole].unflatten(1, (vocab // BLOCK, BLOCK)).sum(-1)
+    if whole < vocab:
+        sums = torch.cat([sums, weights[:, whole:].sum(1, keepdim=True)], dim=1)
+    block_cdf = sums.double().cumsum(1)
     point = uniforms.double()[:, None] * block_cdf[:, -1:]
     block = torch.searchsorted(block_cdf, point, right=True).clamp(max=block_cdf.shape[1] - 1)
     before = torch.where(block > 0, block_cdf.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1)
+    places = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    inside = weights.gather(1, places.clamp(max=vocab - 1)).masked_fill(places >= vocab, 0.0)
     tokens = block.squeeze(1) * BLOCK + _draw_from_cdf(inside, (point - before).squeeze(1))
-    # Only NaN weights can lead into the padding; the caller reports those.
+    # Only NaN weights can lead past the last token; the caller reports those.
     return tokens.clamp(max=vocab - 1)
 
 

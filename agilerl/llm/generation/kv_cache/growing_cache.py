@@ -59,6 +59,7 @@ class GrowingLayer(DynamicLayer):
         return self.columns_in_use()
 
     def _grown(self, buffer: torch.Tensor, end: int) -> torch.Tensor:
+        """A copy of a buffer with columns for ``end`` and more."""
         grown = empty_buffer(buffer, len(buffer), end + self.room)
         grown[:, :, : self.length] = buffer[:, :, : self.length]
         return grown

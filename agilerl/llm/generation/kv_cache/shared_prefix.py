@@ -17,7 +17,11 @@ from agilerl.llm.generation.kv_cache.growing_cache import (
     LayerTensors,
     empty_buffer,
 )
+from agilerl.llm.generation.row_groups import RowGroups
 
+# Columns by which the rows' own keys and values grow, up to a number of them. Attention goes over
+# whole buffers: on a CPU their memory is read several times as fast as that of parts of them.
+_SHORT_BLOCK, _SHORT = 16, 256
 # Prompts whose rows have all left are dropped once at most this share of them is needed.
 _NEEDED_SHARE = 0.5
 
@@ -32,24 +36,13 @@ class PromptGroups:
 
     def __init__(self, prompt_of_row: torch.Tensor, prompts: int) -> None:
         self.prompt_of_row, self.prompts = prompt_of_row, prompts
-        sizes = torch.bincount(prompt_of_row, minlength=prompts)
-        self.size = int(sizes.max())
+        self._groups = RowGroups(prompt_of_row, prompts)
+        self.size = self._groups.size
         """Rows of the prompt that has most, G."""
-        order = prompt_of_row.argsort(stable=True)
-        first = (sizes.cumsum(0) - sizes)[prompt_of_row[order]]
-        rows = torch.arange(len(order), device=order.device)
-        # Of the P·G places that groups of the same size would have, the one of each row.
-        place = torch.empty_like(order)
-        place[order] = prompt_of_row[order] * self.size + rows - first
-        self._place: torch.Tensor | None = place
-        self._row = order.new_zeros(prompts * self.size)
-        self._row[place] = rows
-        if len(rows) == len(self._row) and bool((place == rows).all()):
-            self._place = None
 
     def grouped(self, rows: torch.Tensor) -> torch.Tensor:
         """``(N, heads, r, d)`` of the rows as ``(P, heads, G·r, d)``; what is over is arbitrary."""
-        rows = rows if self._place is None else rows[self._row]
+        rows = self._groups.gathered(rows)
         _, heads, queries, size = rows.shape
         grouped = rows.view(self.prompts, self.size, heads, queries, size).transpose(1, 2)
         return grouped.reshape(self.prompts, heads, self.size * queries, size)
@@ -58,23 +51,33 @@ class PromptGroups:
         """The reverse of :meth:`grouped`, with ``r`` queries per row."""
         _, heads, _, size = grouped.shape
         rows = grouped.view(self.prompts, heads, self.size, queries, size).transpose(1, 2)
-        rows = rows.reshape(-1, heads, queries, size)
-        return rows if self._place is None else rows[self._place]
+        return self._groups.returned(rows.reshape(-1, heads, queries, size))
 
 
 class SharedPrefixLayer(GrowingLayer):
     """Keys and values of one layer: of the prompts, and of the rows what comes after them.
 
+    What the rows' buffers hold behind the columns in use is finite.
+
     Args:
-        room: See :class:`GrowingLayer`.
+        room: Most columns by which the rows' own grow.
         prompts: Keys and values ``(P, heads, columns, head size)`` of the prompts.
         rows: N.
     """
 
     def __init__(self, room: int, prompts: LayerTensors, rows: int) -> None:
-        keys, values = (empty_buffer(tensor, rows, room) for tensor in prompts)
+        first = min(room, _SHORT_BLOCK)
+        keys, values = (empty_buffer(tensor, rows, first).zero_() for tensor in prompts)
         super().__init__(room, (keys, values))
         self.prompt_keys, self.prompt_values = prompts
+
+    def _grown(self, buffer: torch.Tensor, end: int) -> torch.Tensor:
+        block = min(self.room, _SHORT_BLOCK) if end < _SHORT else self.room
+        # One of the columns is for the token that is being added.
+        grown = empty_buffer(buffer, len(buffer), end - 1 + block)
+        grown[:, :, : self.length] = buffer[:, :, : self.length]
+        grown[:, :, self.length :].zero_()
+        return grown
 
     def get_seq_length(self) -> int:
         """Columns in use, those of the prompts included."""
@@ -84,7 +87,8 @@ class SharedPrefixLayer(GrowingLayer):
 class SharedPrefixCache(GrowingCache):
     """The cache of rows that share prompts; what ``update`` returns are the rows' own columns.
 
-    For single queries within :func:`agilerl.llm.generation.attention.single_query_attention`.
+    For single queries within
+    :func:`~agilerl.llm.generation.single_token.attention.single_query_attention`.
 
     Args:
         cache: Of the prompts, which takes over its tensors.
@@ -96,6 +100,9 @@ class SharedPrefixCache(GrowingCache):
         prompts = [layer.columns_in_use() for layer in cache.growing_layers]
         self.groups = PromptGroups(prompt_of_row, len(prompts[0][0]))
         rows = len(prompt_of_row)
+        # Layers of a forward are given the same mask.
+        self._mask: torch.Tensor | None = None
+        self._visible, self._bias = 0, torch.empty(0)
         super().__init__(room, [SharedPrefixLayer(room, pair, rows) for pair in prompts])
 
     def select(self, rows: torch.Tensor) -> None:
@@ -128,6 +135,30 @@ class SharedPrefixCache(GrowingCache):
         """The prompts' values weighed by ``(N, heads, r, L)``, as ``(N, heads, r, d)``."""
         values = self.groups.grouped(weights) @ self._of(module).prompt_values
         return self.groups.ungrouped(values, weights.shape[2])
+
+    def bias(self, mask: torch.Tensor | None, visible: int, scores: torch.Tensor) -> torch.Tensor:
+        """What hides columns in ``(N, heads, r, L)`` scores when added: ``(N or 1, 1, 1, L)``.
+
+        Args:
+            mask: ``(N, 1, 1, >= visible)`` bool, False on columns to hide; None: on none of these.
+            visible: Columns in use; what is behind them is hidden.
+            scores: Give L, dtype and device.
+        """
+        columns = scores.shape[-1]
+        known = mask is not None and mask is self._mask and visible == self._visible
+        if known and self._bias.shape[-1] == columns:
+            return self._bias
+        rows = 1 if mask is None else len(mask)
+        bias = scores.new_full((rows, 1, 1, columns), -torch.inf)
+        seen = bias[..., :visible]
+        seen.zero_() if mask is None else seen.masked_fill_(mask[..., :visible], 0.0)
+        self._mask, self._visible, self._bias = mask, visible, bias
+        return bias
+
+    def own_buffers(self, module: nn.Module) -> LayerTensors:
+        """The rows' own keys and values, and what is allocated behind them."""
+        layer = self._of(module)
+        return layer.key_buffer, layer.value_buffer
 
     def _of(self, module: nn.Module) -> SharedPrefixLayer:
         return self.shared_layers[cast(int, module.layer_idx)]

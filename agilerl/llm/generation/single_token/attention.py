@@ -50,7 +50,13 @@ def single_query_attention(decoder: nn.Module, cache: Cache) -> Iterator[None]:
         _shared.reset(token)
 
 
-def _attend(
+def is_replaced(attention: nn.Module) -> bool:
+    """Whether an attention of a decoder runs by :func:`attend` now."""
+    config: Any = attention.config
+    return bool(config._attn_implementation == _NAME)
+
+
+def attend(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -80,20 +86,38 @@ def _attend(
     grouped = query.view(rows, key.shape[1], -1, size) * (
         size**-0.5 if scaling is None else scaling
     )
-    shared, scores = _shared.get(), grouped @ key.transpose(-1, -2)
-    if shared is not None:
-        scores = torch.cat([shared.scores(module, grouped), scores], dim=-1)
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask[:, :, :, : scores.shape[-1]], -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    weights = weights.to(value.dtype)
-    own = key.shape[-2]
-    attended = weights[..., -own:] @ value
-    if shared is not None:
-        attended = attended + shared.attended(module, weights[..., :-own])
+    shared = _shared.get()
+    if shared is None:
+        scores = grouped @ key.transpose(-1, -2)
+        if attention_mask is not None:
+            scores = scores.masked_fill(~attention_mask[:, :, :, : scores.shape[-1]], -torch.inf)
+        attended = _weights(scores, value.dtype) @ value
+    else:
+        attended = _attend_shared(shared, module, grouped, key.shape[-2], attention_mask)
     return attended.view(rows, heads, 1, -1).transpose(1, 2), None
 
 
-AttentionInterface.register(_NAME, _attend)
+def _attend_shared(
+    shared: SharedPrefixCache,
+    module: nn.Module,
+    queries: torch.Tensor,
+    own: int,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """``(N, heads, r, head size)`` for scaled queries, over prompts and ``own`` columns of rows."""
+    keys, values = shared.own_buffers(module)
+    scores = torch.cat([shared.scores(module, queries), queries @ keys.transpose(-1, -2)], dim=-1)
+    prompt = scores.shape[-1] - keys.shape[-2]
+    scores += shared.bias(mask, prompt + own, scores)
+    weights = _weights(scores, values.dtype)
+    return (weights[..., prompt:] @ values).add_(shared.attended(module, weights[..., :prompt]))
+
+
+def _weights(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return weights.to(dtype)
+
+
+AttentionInterface.register(_NAME, attend)
 # A boolean mask, or none where nothing is hidden.
 AttentionMaskInterface.register(_NAME, sdpa_mask)
