@@ -191,7 +191,7 @@ class SharedBase:
         """The fastest layout of training rows that is exact on this model; probed once."""
         if self._row_layout is None:
             config = self.model.config.get_text_config()
-            self._row_layout = fastest_layout(self.decoder, config.vocab_size)
+            self._row_layout = fastest_layout(self.model.base_model, config.vocab_size)
         return self._row_layout
 
     def fingerprint(self) -> str:

@@ -113,8 +113,9 @@ def run_update(
     if update.balance_tokens and layout != "packed":
         warn_once(
             logger,
-            "use_sequence_packing has no effect: rows of %s run %s. Rows are packed on a CPU, with "
-            'attn_implementation="sdpa", without torch_compiler and ZeRO stage 3.',
+            "use_sequence_packing has no effect: rows of %s run %s. Packing takes "
+            'attn_implementation="sdpa", on a GPU float16 or bfloat16 and no sliding window, and '
+            "neither torch_compiler nor ZeRO stage 3.",
             type(policy.base.model).__name__,
             "padded" if layout == "padded" else "with padded completions",
         )

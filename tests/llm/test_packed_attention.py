@@ -97,3 +97,30 @@ def test_each_action_is_predicted_by_the_token_before_it() -> None:
     assert rows.positions.tolist() == [[0, 1, 2, 3, 0, 1, 4, 2, 3]]
     assert batch.targets.tolist() == [0, 1, 0, 1, 2, 0]
     assert rows.predictors.tolist() == [3, 6, 5, 7, 8, 5]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_packed_attention_on_a_gpu_is_that_of_a_dense_mask(
+    key_heads: int, dtype: torch.dtype
+) -> None:
+    batch = batch_of({70: [40, 1, 3], 33: [70], 5: [1]}, [0, 3, 2, 4, 1])
+    rows = PackedRows.of(batch.to("cuda"))
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(rows.token_ids.shape[1], heads, SIZE, generator=generator)
+        .to("cuda", dtype)
+        .requires_grad_()
+        for heads in (4, key_heads, key_heads)
+    ]
+    made = attend_packed(*inputs, PackedAttention(rows).parts(None, dtype), None)
+    exact = [tensor.detach().cpu().double().requires_grad_() for tensor in inputs]
+    expected = dense_attention(batch, PackedRows.of(batch), *exact, window=None)
+    upstream = torch.randn(made.shape, generator=generator)
+    found = torch.autograd.grad(made, inputs, upstream.to("cuda", dtype))
+    theirs = torch.autograd.grad(expected, exact, upstream.double())
+    for mine, other in zip((made, *found), (expected, *theirs), strict=True):
+        difference = (mine.detach().cpu().double() - other).norm() / other.norm()
+        assert difference < 0.02

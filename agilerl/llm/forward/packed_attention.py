@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,26 +25,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
+from agilerl.llm.forward.attention_kernels import AttentionPart, part_backward, part_forward
 from agilerl.llm.forward.packed_rows import PackedRows, Segments
 
 _NAME = "agilerl_packed"
-_attend_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-class _Part(NamedTuple):
-    """Queries and the keys that they attend to."""
-
-    queries: Segments
-    keys: Segments
-    query_tokens: slice
-    """Of the packed row."""
-    key_tokens: slice
-    mask: torch.Tensor | None
-    """Broadcasts to ``(R, heads, queries, keys)``, added to the logits; None: see ``causal``."""
-    causal: bool
-    sees_nothing: torch.Tensor | None = None
-    """``(n,)`` bool: tokens with no key in this part; None: there are none."""
 
 
 @dataclass
@@ -52,9 +36,9 @@ class PackedAttention:
     """Which tokens of packed rows attend to which, by sliding window."""
 
     rows: PackedRows
-    _parts: dict[tuple[int | None, torch.dtype], list[_Part]] = field(default_factory=dict)
+    _parts: dict[tuple[int | None, torch.dtype], list[AttentionPart]] = field(default_factory=dict)
 
-    def parts(self, window: int | None, dtype: torch.dtype) -> list[_Part]:
+    def parts(self, window: int | None, dtype: torch.dtype) -> list[AttentionPart]:
         """Prompts with themselves, then completions with themselves and with their prompts.
 
         Args:
@@ -67,26 +51,38 @@ class PackedAttention:
             self._parts[window, dtype] = self._make_parts(window, dtype)
         return self._parts[window, dtype]
 
-    def _make_parts(self, window: int | None, dtype: torch.dtype) -> list[_Part]:
+    def _make_parts(self, window: int | None, dtype: torch.dtype) -> list[AttentionPart]:
         rows = self.rows
         prompts, others = slice(0, rows.prompt_tokens), slice(rows.prompt_tokens, None)
         device = rows.positions.device
 
-        def own(segments: Segments, tokens: slice) -> _Part:
-            if window is None:
-                return _Part(segments, segments, tokens, tokens, None, causal=True)
+        def own(segments: Segments, tokens: slice) -> AttentionPart:
+            if window is None or device.type != "cpu":
+                return AttentionPart(segments, segments, tokens, tokens, True, window)
             place = torch.arange(segments.width, device=device)
             distance = place[:, None] - place
             mask = _additive((distance >= 0) & (distance < window), dtype)[None, None]
-            return _Part(segments, segments, tokens, tokens, mask, causal=False)
+            return AttentionPart(segments, segments, tokens, tokens, False, mask=mask)
 
         made = [own(rows.prompts, prompts)]
         if rows.completions is None or rows.continuations is None:
             return made
         made.append(own(rows.completions, others))
-        mask, sees_nothing = self._prompt_mask(rows.continuations, window, dtype)
+        mask = sees_nothing = None
+        if device.type == "cpu":
+            mask, sees_nothing = self._prompt_mask(rows.continuations, window, dtype)
+        elif window is not None:
+            raise NotImplementedError("a kernel whose windows begin in another sequence")
         made.append(
-            _Part(rows.continuations, rows.prompts, others, prompts, mask, False, sees_nothing)
+            AttentionPart(
+                rows.continuations,
+                rows.prompts,
+                others,
+                prompts,
+                False,
+                mask=mask,
+                sees_nothing=sees_nothing,
+            )
         )
         return made
 
@@ -118,10 +114,16 @@ _current: ContextVar[PackedAttention | None] = ContextVar("packed attention", de
 
 
 def can_attend_packed(decoder: nn.Module) -> bool:
-    """Whether there is a kernel for a model: torch's for CPUs, where it uses its fused one."""
+    """Whether there is a kernel for a model, where it uses torch's fused attention.
+
+    There is one for CPUs, and on CUDA devices one for float16 and bfloat16.
+    """
     config: Any = decoder.config
-    on_cpu = next(decoder.parameters()).device.type == "cpu"
-    return on_cpu and config._attn_implementation == "sdpa"
+    weight = next(decoder.parameters())
+    fits = weight.device.type == "cpu" or (
+        weight.is_cuda and weight.dtype in (torch.float16, torch.bfloat16)
+    )
+    return fits and config._attn_implementation == "sdpa"
 
 
 @contextlib.contextmanager
@@ -171,7 +173,7 @@ def attend_packed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    parts: list[_Part],
+    parts: list[AttentionPart],
     scaling: float | None,
 ) -> torch.Tensor:
     """Attention ``(N, heads, head size)`` of packed tokens.
@@ -196,10 +198,10 @@ class _PackedAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        parts: list[_Part],
+        parts: list[AttentionPart],
         scaling: float | None,
     ) -> torch.Tensor:
-        outputs = [_part_forward(part, query, key, value, scaling) for part in parts]
+        outputs = [part_forward(part, query, key, value, scaling) for part in parts]
         out = torch.empty_like(query)
         log_sums = [outputs[0][1]]
         out[parts[0].query_tokens] = outputs[0][0]
@@ -221,74 +223,9 @@ class _PackedAttention(torch.autograd.Function):
         query, key, value, out, *log_sums = ctx.saved_tensors
         grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
         for number, (part, log_sum) in enumerate(zip(ctx.parts, log_sums, strict=True)):
-            found = _part_backward(part, gradient, query, key, value, out, log_sum, ctx.scaling)
+            found = part_backward(part, gradient, query, key, value, out, log_sum, ctx.scaling)
             tokens = (part.query_tokens, part.key_tokens, part.key_tokens)
             for grad, region, of_part in zip(grads, tokens, found, strict=True):
                 # The first two parts are all queries and all keys, each once.
                 grad[region].copy_(of_part) if number < 2 else grad[region].add_(of_part)
         return *grads, None, None
-
-
-def _part_forward(
-    part: _Part,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output ``(n, heads, head size)`` and log-sum-exp ``(n, heads)`` of the part's queries."""
-    q, k, v = _heads_first(part, query, key, value)
-    out, log_sum = _attend_forward(q, k, v, 0.0, part.causal, attn_mask=part.mask, scale=scaling)
-    out = part.queries.unpadded(out.transpose(1, 2))
-    log_sum = part.queries.unpadded(log_sum.transpose(1, 2))
-    if part.sees_nothing is not None:
-        log_sum = log_sum.masked_fill(part.sees_nothing[:, None], -torch.inf)
-    return out, log_sum
-
-
-def _part_backward(
-    part: _Part,
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    log_sum: torch.Tensor,
-    scaling: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the part's queries, keys and values, as packed."""
-    q, k, v = _heads_first(part, query, key, value)
-    # Padding must add nothing to the keys: neither a gradient nor a weight.
-    padded_gradient = part.queries.padded(gradient[part.query_tokens], 0.0).transpose(1, 2)
-    padded_out = part.queries.padded(out[part.query_tokens]).transpose(1, 2)
-    padded_sum = part.queries.padded(log_sum, torch.inf).transpose(1, 2)
-    grads = _attend_backward(
-        padded_gradient, q, k, v, padded_out, padded_sum, 0.0, part.causal,
-        attn_mask=part.mask, scale=scaling,
-    )  # fmt: skip
-    of_query, of_key, of_value = (grad.transpose(1, 2) for grad in grads)
-    return (
-        part.queries.unpadded(of_query),
-        part.keys.unpadded(_of_own_heads(of_key, key.shape[1])),
-        part.keys.unpadded(_of_own_heads(of_value, value.shape[1])),
-    )
-
-
-def _heads_first(
-    part: _Part, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Padded ``(R, heads, W, head size)``; keys and values repeated for the heads that share."""
-    q = part.queries.padded(query[part.query_tokens])
-    k, v = (part.keys.padded(tensor[part.key_tokens]) for tensor in (key, value))
-    sharing = q.shape[2] // k.shape[2]
-    if sharing > 1:
-        k, v = (tensor.repeat_interleave(sharing, dim=2) for tensor in (k, v))
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-
-def _of_own_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
-    """Gradient ``(R, W, heads, head size)`` of keys from that of repeated ones."""
-    rows, width, repeated, size = gradient.shape
-    if repeated == heads:
-        return gradient
-    return gradient.reshape(rows, width, heads, repeated // heads, size).sum(3)

@@ -18,12 +18,15 @@ class Segments:
         slot_of_token  [0, 1, 2, 3]
         token_of_slot  [0, 1, 2, 3, 0, 0]
         padding        [F, F, F, F, T, T]
+        boundaries     [0, 3, 4]
 
-    Where no row needs padding, all three are None.
+    Where no row needs padding, the first three are None.
     """
 
     rows: int
     width: int
+    boundaries: torch.Tensor
+    """``(R + 1,)`` int32: where each row begins, and the last one ends."""
     token_of_slot: torch.Tensor | None = None
     """``(R·W,)`` long."""
     slot_of_token: torch.Tensor | None = None
@@ -35,15 +38,16 @@ class Segments:
     def of_lengths(cls, lengths: torch.Tensor) -> Segments:
         """Rows of these lengths ``(R,)``, one behind the other."""
         rows, width = len(lengths), int(lengths.max())
+        boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         if bool((lengths == width).all()):
-            return cls(rows, width)
+            return cls(rows, width, boundaries)
         row, offset = _row_and_offset(lengths)
         slot_of_token = row * width + offset
         token_of_slot = torch.zeros(rows * width, dtype=torch.long, device=lengths.device)
         token_of_slot[slot_of_token] = torch.arange(len(row), device=lengths.device)
         padding = torch.ones(rows * width, dtype=torch.bool, device=lengths.device)
         padding[slot_of_token] = False
-        return cls(rows, width, token_of_slot, slot_of_token, padding)
+        return cls(rows, width, boundaries, token_of_slot, slot_of_token, padding)
 
     def padded(self, tokens: torch.Tensor, fill: float | None = None) -> torch.Tensor:
         """``(n, ...)`` to ``(R, W, ...)``; padding is ``fill``, or any token where it is None."""

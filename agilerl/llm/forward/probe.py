@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.causal_lm import equal_up_to_rounding, short_windows
@@ -18,11 +19,11 @@ from agilerl.llm.forward.prefix_cache_rows import prefix_cache_hidden_states
 logger = logging.getLogger(__name__)
 
 
-@torch.no_grad()
-def fastest_layout(decoder: nn.Module, vocab_size: int) -> RowLayout:
+def fastest_layout(decoder: PreTrainedModel, vocab_size: int) -> RowLayout:
     """The layout that runs fewest tokens of those that are exact.
 
-    Compares hidden states with those of padded rows on a ragged batch of a few tokens.
+    Compares hidden states and gradients with those of padded rows on a ragged batch of a few
+    tokens.
 
     Args:
         decoder: The model without its head, in evaluation mode.
@@ -38,18 +39,41 @@ def fastest_layout(decoder: nn.Module, vocab_size: int) -> RowLayout:
         del candidates["packed"]
     reason = ""
     with short_windows(decoder):
-        padded = padded_hidden_states(decoder, batch, use_position_ids=True)
+        padded = _states_and_gradient(
+            decoder, lambda: padded_hidden_states(decoder, batch, use_position_ids=True)
+        )
         for layout, hidden_states in candidates.items():
             try:
-                made = hidden_states()
+                made = _states_and_gradient(decoder, hidden_states)
             except Exception as error:  # noqa: BLE001 - any failure of an unknown architecture has the same remedy: another layout
                 reason = str(error)
                 continue
-            if equal_up_to_rounding(made, padded):
+            if all(map(equal_up_to_rounding, made, padded)):
                 return layout
             reason = "they differ from plain rows"
     logger.info("shared prefixes are off for %s: %s", name, reason)
     return "padded"
+
+
+def _states_and_gradient(
+    decoder: PreTrainedModel, hidden_states: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states ``(N, D)``, and ``(D,)`` the sum of the embeddings' gradients."""
+    leaves: list[torch.Tensor] = []
+
+    def as_leaf(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1]
+
+    hook = decoder.get_input_embeddings().register_forward_hook(as_leaf)
+    try:
+        with torch.enable_grad():
+            hidden = hidden_states()
+            weights = torch.arange(hidden.numel(), device=hidden.device).cos().view(hidden.shape)
+            gradients = torch.autograd.grad((hidden * weights).sum(), leaves)
+    finally:
+        hook.remove()
+    return hidden.detach(), sum(g.flatten(0, -2).sum(0) for g in gradients)  # type: ignore[return-value]
 
 
 def _probed_batch(decoder: nn.Module, vocab_size: int) -> TrainBatch:
