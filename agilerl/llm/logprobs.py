@@ -39,7 +39,7 @@ class TokenLogProbs:
     asked for."""
 
 
-def token_logprobs(
+def token_logprobs(  # noqa: PLR0913 - a record of settings per call would be built of as many
     hidden: torch.Tensor,
     targets: torch.Tensor,
     head: LogitHead,
@@ -49,6 +49,7 @@ def token_logprobs(
     tile_rows: int | None = None,
     entropy: bool = True,
     entropy_gradient: bool = False,
+    tiled_for: str | None = None,
 ) -> TokenLogProbs:
     """Log-probs of ``targets`` under ``softmax(logits(hidden) / temperature)``.
 
@@ -62,8 +63,9 @@ def token_logprobs(
         tile_rows: Rows per tile; None: as many as fit ``TILE_BYTES``.
         entropy: Also compute entropies; zeros otherwise.
         entropy_gradient: With their gradient, which takes a second ``(N, D)`` tensor.
+        tiled_for: Type of the device that the size of tiles is for; None: that of ``hidden``.
     """
-    device = hidden.device.type
+    device = tiled_for or hidden.device.type
     columns = TILE_COLUMNS.get(device, DEFAULT_TILE_COLUMNS)
     columns = head.vocab_size if head.weight is None else min(columns, head.vocab_size)
     fitting = TILE_BYTES.get(device, DEFAULT_TILE_BYTES) // (4 * max(columns, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -207,7 +207,7 @@ class Policy:
         Flat ``(N,)``, in the order of ``batch.targets``; entropies too unless not asked for, with
         their gradient if asked for. On a partitioned base all ranks together.
         """
-        wanted = {"entropy": entropy, "entropy_gradient": entropy_gradient}
+        wanted: dict[str, Any] = {"entropy": entropy, "entropy_gradient": entropy_gradient}
         if self.base.partition is not None:
             return self._partitioned_logprobs(batch, config, wanted, self.base.partition)
         decoder = self.base.decoder if self._decoder is None else self._decoder
@@ -218,7 +218,7 @@ class Policy:
         self,
         batch: TrainBatch,
         config: ForwardConfig,
-        wanted: dict[str, bool],
+        wanted: dict[str, Any],
         partition: PartitionedBase,
     ) -> TokenLogProbs:
         hidden = action_hidden_states(self.base.decoder, batch, config, "padded")
@@ -230,7 +230,7 @@ class Policy:
         hidden: torch.Tensor,
         batch: TrainBatch,
         config: ForwardConfig,
-        wanted: dict[str, bool],
+        wanted: dict[str, Any],
     ) -> TokenLogProbs:
         return token_logprobs(
             hidden,

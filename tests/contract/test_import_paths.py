@@ -27,6 +27,7 @@ PATHS = {
         "extract_boxed", "format_matches", "soft_overlong_penalty",
     ],
     "agilerl.training.train_llm": ["finetune_llm_reasoning", "finetune_llm_multiturn"],
+    "agilerl.utils": ["MemoryEstimate", "MemorySettings", "estimate_memory"],
     "agilerl.utils.utils": ["save_llm_checkpoint", "create_population"],
     "agilerl.utils.algo_utils": ["CosineLRScheduleConfig"],
     "agilerl.typing": ["ActionResult", "ReasoningPrompts", "ExperiencesType", "MultiTurnEnv"],

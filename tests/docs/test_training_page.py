@@ -13,4 +13,4 @@ PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 @pytest.mark.process
 def test_code_and_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page(PAGE, blocks=6, shown=5)
+    run_page(PAGE, blocks=7, shown=6)

@@ -74,7 +74,13 @@ def _shared_tokens(batch: TrainBatch, rows: torch.Tensor) -> int | None:
 
 def packed_hidden_states(decoder: nn.Module, batch: TrainBatch, *, recompute: bool) -> torch.Tensor:
     """The same in the layout ``"packed"``."""
-    rows = PackedRows.of(batch)
+    return packed_rows_hidden_states(decoder, PackedRows.of(batch), recompute=recompute)
+
+
+def packed_rows_hidden_states(
+    decoder: nn.Module, rows: PackedRows, *, recompute: bool
+) -> torch.Tensor:
+    """The same of rows that are packed already."""
     attention = PackedAttention(rows)
 
     def attending() -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,1 @@
+"""How much memory a training step takes: predicted, used to choose sizes, named by errors."""

@@ -1,0 +1,128 @@
+"""What the estimate says is what live tensors take, counted while a real step runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from agent_helpers import make_agent, prompts, small_model
+from transformers import Qwen2Config
+
+from agilerl.algorithms import GRPO
+from agilerl.llm.memory.live_bytes import LiveBytes
+from agilerl.utils import MemoryEstimate, MemorySettings, estimate_memory
+
+NEW_TOKENS = 16
+SIZES: dict[str, Any] = {"group_size": 4, "batch_size": 8, "micro_batch_size_per_gpu": 4}
+
+
+def peaks(agent: GRPO) -> tuple[int, int]:
+    """Bytes that a rollout and an update add at their peaks to weights and optimizer state."""
+    moments = [value for each in agent.optimizer.state.values() for value in each.values()]
+    kept = [*agent.policy.base.model.parameters(), *moments]
+    with LiveBytes(kept) as live:
+        result = agent.get_action(prompts("a" * 30, "b" * 30))
+        rollout = live.peak
+    with LiveBytes(kept) as live:
+        agent.learn((*result, torch.arange(8.0).view(2, 4)))
+        return rollout, live.peak
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"fused_logprobs_chunk_rows": 64, "micro_batch_size_per_gpu": 2},
+        {"use_separate_reference_adapter": False, "hf_generate_chunk_size": 1},
+    ],
+)
+def test_a_steps_tensors_are_within_15_percent(changes: dict[str, Any]) -> None:
+    given = SIZES | {"gradient_checkpointing": False} | changes
+    model = small_model(vocab_size=2000, hidden_size=64, layers=2)
+    lengths = {"max_output_tokens": NEW_TOKENS, "min_output_tokens": NEW_TOKENS}
+    agent = make_agent(model=model, max_model_len=128, beta=0.1, **lengths, **given)
+    peaks(agent)  # the first update makes the optimizer's state
+    rollout, update = peaks(agent)
+    settings = MemorySettings(30, NEW_TOKENS, **given)
+    found = estimate_memory(model, settings)
+    assert rollout == pytest.approx(found.rollout_peak - found.fixed, rel=0.15)
+    assert update == pytest.approx(found.update_peak - found.fixed, rel=0.15)
+
+
+def small_estimate(**changes: Any) -> MemoryEstimate:
+    config = small_model().config
+    return estimate_memory(
+        config, MemorySettings(**({"prompt_tokens": 8, "completion_tokens": 8} | changes))
+    )
+
+
+def test_a_config_is_enough_and_its_weights_are_counted_once() -> None:
+    model = small_model()
+    settings = MemorySettings(8, 8)
+    assert estimate_memory(model.config, settings) == estimate_memory(model, settings)
+    parameters = sum(p.numel() for p in model.parameters())  # embedding and head are one
+    buffers = sum(b.nbytes for b in model.buffers())
+    assert estimate_memory(model, settings).base_weights == 4 * parameters + buffers
+
+
+def test_what_settings_change() -> None:
+    plain = small_estimate()
+    assert small_estimate(use_separate_reference_adapter=False).adapters * 2 == plain.adapters
+    assert small_estimate(optimizer="adamw_8bit").optimizer_state * 4 == plain.optimizer_state
+    half = small_estimate(dtype=torch.bfloat16)
+    assert half.merged_copies == 0
+    assert half.base_weights < 0.55 * plain.base_weights
+    assert small_estimate(use_vllm=True).rollout_peak == plain.fixed
+
+
+def test_prompts_that_are_not_packed_are_copied() -> None:
+    copied = small_estimate(device="cuda", gradient_checkpointing=False)
+    packed = small_estimate(device="cuda", layout="packed", gradient_checkpointing=False)
+    # Keys and values of two heads of 8, in 2 layers; 16 rows with prompts of 8 tokens, twice.
+    copies = 2 * 16 * 8 * (2 * 2 * 8 * 2 * 4)
+    assert copied.activations == pytest.approx(packed.activations + copies, rel=0.02)
+
+
+def test_completions_of_different_lengths_are_less_than_the_longest() -> None:
+    uneven = small_estimate(completion_tokens=[4, 100, 4, 4] * 2, group_size=4, batch_size=8)
+    longest = small_estimate(completion_tokens=100, group_size=4, batch_size=8)
+    assert uneven.activations < 0.5 * longest.activations
+    assert uneven.kv_cache < longest.kv_cache
+
+
+def test_a_large_model_needs_no_memory() -> None:
+    """70 billion parameters, which no machine of the tests could hold."""
+    config = Qwen2Config(
+        vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=4,
+        num_attention_heads=64, num_key_value_heads=8, dtype="bfloat16",
+    )  # fmt: skip
+    found = estimate_memory(config, MemorySettings(512, 512, device="cuda"))
+    assert found.base_weights == pytest.approx(2 * (2 * 152064 * 8192 + 4 * 878e6), rel=0.01)
+    assert found.total > found.base_weights
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["base", "weights", f"{found.base_weights / 1e9:.1f}", "GB"]
+    assert lines[-1].split() == ["peak", f"{found.total / 1e9:.1f}", "GB"]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"prompt_tokens": 0}, ValueError, "prompt_tokens is 0; it must be at least 1"),
+        ({"completion_tokens": []}, ValueError, "completion_tokens is"),
+        ({"completion_tokens": [4, 0]}, ValueError, "completion_tokens is 0"),
+        ({"completion_tokens": [4], "prompts": 2}, ValueError, "prompts is 2"),
+        ({"group_size": 2.0}, TypeError, "group_size is 2.0; it must be an integer"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(
+    given: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        MemorySettings(**({"prompt_tokens": 8, "completion_tokens": 8} | given))
+
+
+def test_other_than_a_model_or_config_is_refused() -> None:
+    with pytest.raises(TypeError, match="model_or_config is of type str"):
+        estimate_memory("Qwen/Qwen2.5-1.5B", MemorySettings(8, 8))  # type: ignore[arg-type]
