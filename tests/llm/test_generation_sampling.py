@@ -14,7 +14,13 @@ from transformers import (
 )
 
 from agilerl.llm.config import SamplingConfig
-from agilerl.llm.generation.sampling import _most_likely, next_tokens, penalise
+from agilerl.llm.generation.sampling import (
+    _draw_by_weight,
+    _draw_from_candidates,
+    _most_likely,
+    next_tokens,
+    penalise,
+)
 
 
 def config(**settings: object) -> SamplingConfig:
@@ -106,7 +112,36 @@ def test_a_flat_row_costs_the_others_nothing(
     monkeypatch.setattr(torch.Tensor, "topk", recording)
     together = next_tokens(logits.clone(), uniforms, sampling).tokens
     assert torch.equal(together, torch.cat(alone))
-    assert searched == [(64, 512), (2, 4096), (2, 20_000)]
+    assert searched == [(64, 512)]
+    by_weight = [
+        int(_draw_by_weight((logits[i] - logits[i].amax()).exp(), uniforms[i], sampling))
+        for i in (5, 9)
+    ]
+    assert together[[5, 9]].tolist() == by_weight
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.5, "min_p": 0.3}, {"top_p": 0.97, "min_p": 0.01}],
+)
+@pytest.mark.parametrize("spread", [0.001, 0.5, 4.0])
+def test_drawn_by_weight_a_token_is_the_one_of_all_candidates(
+    settings: dict[str, float], spread: float
+) -> None:
+    rng = torch.Generator().manual_seed(1)
+    weights = (torch.randn(30_000, generator=rng) * spread).double()
+    weights = (weights - weights.max()).exp()
+    weights[7] = 0.0
+    uniforms = torch.cat([torch.rand(40, generator=rng), torch.tensor([0.0, 1.0 - 2**-24])])
+    values, indices = weights.float()[None].sort(descending=True, stable=True)
+    values = values.double()
+    sampling, same = config(**settings), 0
+    for uniform in uniforms:
+        drawn = _draw_by_weight(weights.float(), uniform, sampling)
+        expected = _draw_from_candidates(indices, values / values.sum(), uniform[None], sampling)
+        assert weights[drawn] > 0
+        same += int(drawn) == int(expected)
+    assert same == len(uniforms)
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])

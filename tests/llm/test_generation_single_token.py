@@ -123,6 +123,19 @@ def test_layers_with_other_parts_run_as_they_are(family: str, tokens_by_layer: l
     assert not tokens_by_layer
 
 
+def test_in_a_session_layers_are_swapped_once(
+    tokens_by_layer: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = policy_of(tiny_model())
+    generator = HFGenerator(policy)
+    with caplog.at_level(logging.INFO, layer_swap.__name__), generator.session():
+        for _ in range(2):
+            tokens_by_layer.clear()
+            generator.generate(prompts_of([3]), 2, sampling_of(), torch.Generator().manual_seed(0))
+            assert tokens_by_layer
+    assert not caplog.records
+
+
 def test_layers_are_left_as_they_were() -> None:
     policy = policy_of(tiny_model())
     layers = policy.base.decoder.layers

@@ -15,11 +15,14 @@ from agilerl.llm.config import SamplingConfig
 # Vocabulary entries summed at a time when drawing from the full distribution.
 BLOCK = 128
 # Most likely tokens looked at first when only top-p or min-p is set; where the filters keep more,
-# this many times as many.
+# this many times as many, or on a CPU all by their weight.
 FIRST_CANDIDATES, CANDIDATES_FACTOR = 512, 8
 # On a CPU the most likely tokens are looked for in the blocks of this size with the largest maxima,
 # up to so many tokens: for more, torch's search of the whole vocabulary is as fast.
 SEARCHED_BLOCK, MOST_FROM_BLOCKS = 32, 128
+# The float32 number 1 as an integer, and the low bits of such integers that the first of two
+# histograms leaves out.
+_ONE, _LOW_BITS = 0x3F800000, 15
 
 
 class Drawn(NamedTuple):
@@ -168,10 +171,64 @@ def _draw_from_top(
     tokens = _draw_from_candidates(indices, probs, uniforms, sampling)
     if count < vocab and not bool(enough.all()):
         rows = (~enough).nonzero().squeeze(1)
+        if weights.device.type == "cpu":
+            for row in rows.tolist():
+                tokens[row] = _draw_by_weight(weights[row], uniforms[row], sampling)
+            return tokens
         tokens[rows] = _draw_from_top(
             weights[rows], total[rows], uniforms[rows], sampling, count * CANDIDATES_FACTOR
         )
     return tokens
+
+
+def _draw_by_weight(
+    weights: torch.Tensor, uniform: torch.Tensor, sampling: SamplingConfig
+) -> torch.Tensor:
+    """One row's draw after top-p and min-p, in a few passes over its ``(V,)`` weights.
+
+    The token is that of the inverse CDF over the tokens in the order of their weights. Nothing is
+    sorted: of positive floats the order is that of their bits, so that two histograms, of the high
+    bits and of the low ones, give the weight at which the CDF reaches a value.
+    """
+    order = _WeightOrder(weights.nan_to_num(0.0))  # such rows are reported by the caller
+    _, kept = order.reach(sampling.top_p * order.cdf[-1])
+    if sampling.min_p > 0.0:
+        likely = weights[weights >= sampling.min_p * weights.max()]
+        kept = torch.minimum(kept, likely.sum(dtype=torch.float64))
+    token, _ = order.reach(uniform.double() * kept)
+    return token
+
+
+class _WeightOrder:
+    """The tokens of ``(V,)`` float32 weights in [0, 1], largest first, without sorting them."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self._weights = weights
+        self._keys = _ONE - weights.view(torch.int32)  # ascend as weights descend
+        self._high = self._keys >> _LOW_BITS
+        self._sums = torch.bincount(self._high, weights=weights.double())
+        self.cdf = self._sums.cumsum(0)
+
+    def reach(self, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token with which the sum exceeds ``mass``, and that sum; float64."""
+        found, before = _reach(self.cdf, self._sums, mass)
+        tokens = (self._high == found).nonzero().squeeze(1)
+        low = self._keys[tokens] & ((1 << _LOW_BITS) - 1)
+        sums = torch.bincount(low, weights=self._weights[tokens].double())
+        found, inside = _reach(sums.cumsum(0), sums, mass - before)
+        # All of one weight.
+        tokens, before = tokens[low == found], before + inside
+        weight = self._weights[tokens[0]].double()
+        number = ((mass - before) / weight).nan_to_num(0.0).long().clamp(0, len(tokens) - 1)
+        return tokens[number], before + (number + 1) * weight
+
+
+def _reach(
+    cdf: torch.Tensor, sums: torch.Tensor, mass: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bin with which a CDF exceeds ``mass``, and the CDF before it."""
+    found = torch.searchsorted(cdf, mass, right=True).clamp(max=len(cdf) - 1)
+    return found, cdf[found] - sums[found]
 
 
 def _draw_from_candidates(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 # Rows of the comparison with a model's own layers, and cached columns, of which one row hides one.
 _ROWS, _COLUMNS = 3, 4
 _exact: WeakKeyDictionary[SharedBase, bool] = WeakKeyDictionary()
+_swapped: WeakSet[SharedBase] = WeakSet()
 _logged: WeakKeyDictionary[SharedBase, str] = WeakKeyDictionary()
 
 
@@ -30,12 +31,15 @@ def fused_layers(base: SharedBase, copies: Collection[nn.Module]) -> Iterator[No
 
     That is so on a CPU, where all linear layers are plain (adapters merged) and the results are
     those of the model's own layers, which is tried out once per base. Elsewhere layers run as they
-    are, and the log says so once.
+    are, and the log says so once. May be nested.
 
     Args:
         base: Whose decoder is swapped.
         copies: Linear layers in it whose weights may be laid out anew.
     """
+    if base in _swapped:
+        yield
+        return
     layers = _layers(base.decoder)
     fused: list[FusedLayer] = []
     reason = _obstacle(base, layers)
@@ -50,10 +54,12 @@ def fused_layers(base: SharedBase, copies: Collection[nn.Module]) -> Iterator[No
         name = type(base.model).__name__
         logger.info("rollouts run the decoder layers of %s as they are: %s", name, reason)
     try:
+        _swapped.add(base)
         for layer in fused:
             layer.layer.__dict__["forward"] = layer.forward
         yield
     finally:
+        _swapped.discard(base)
         for layer in fused:
             layer.layer.__dict__.pop("forward", None)
 
