@@ -14,6 +14,7 @@ from agilerl.algorithms.core.llm_algorithm import LLMAlgorithm
 from agilerl.algorithms.core.registry import HyperparameterConfig
 from agilerl.checks import require, warn
 from agilerl.distributed import ranks_of
+from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import (
     AdvNorm,
     Baseline,
@@ -29,6 +30,8 @@ from agilerl.llm.config import (
 )
 from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.losses import policy_objective
+from agilerl.llm.memory.out_of_memory import explained_out_of_memory
+from agilerl.llm.memory.settings import MemorySettings
 from agilerl.llm.metrics import batch_metrics
 from agilerl.llm.update import run_update
 from agilerl.typing import ExperiencesType
@@ -345,19 +348,30 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         self.engine.set_lr(list(self.learning_rates().values()))
         self.engine.set_adamw(self.optimizer_settings())
         lr = float(self.optimizer.param_groups[0]["lr"])
-        metrics = run_update(
-            self.policy,
-            self.engine,
-            batch,
-            policy_objective(self.loss_config()),
-            self.forward_config(),
-            self.update_config(),
-            self.rng,
-            self.skipped_steps,
-        )
+        with explained_out_of_memory(
+            "update", self.policy.base.model, lambda: self._sizes_of(batch)
+        ):
+            metrics = run_update(
+                self.policy,
+                self.engine,
+                batch,
+                policy_objective(self.loss_config()),
+                self.forward_config(),
+                self.update_config(),
+                self.rng,
+                self.skipped_steps,
+            )
         self.engine.advance_schedule()
         measured = batch_metrics(batch, equal_groups, ranks)
         return {**metrics.result(), **measured, "lr": lr}
+
+    def _sizes_of(self, batch: TrainBatch) -> MemorySettings:
+        """What an update on a batch is estimated by: as if all rows were as long as the longest."""
+        return self.memory_settings(
+            prompt_tokens=int(batch.prompt_lengths.max()),
+            completion_tokens=max(1, int((batch.lengths - batch.prompt_lengths).max())),
+            prompts=-(-len(batch) // self.group_size),
+        )
 
     def sampling_config(self, training: bool = True) -> SamplingConfig:
         """How completions are drawn, from the attributes as they are now.

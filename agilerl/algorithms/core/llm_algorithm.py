@@ -23,8 +23,11 @@ from agilerl.checks import OPTIONAL_COUNT
 from agilerl.distributed import ranks_of
 from agilerl.llm.causal_lm import context_length, eos_token_ids
 from agilerl.llm.config import ForwardConfig, OptimizerFactory, SamplingConfig
-from agilerl.llm.generation import Completions, GenerationRequest
+from agilerl.llm.engine.accelerator_config import rank_batch_size, rank_micro_batch_size
+from agilerl.llm.generation import Completions, GenerationRequest, new_token_limit
 from agilerl.llm.generation.vllm.config import VLLMConfig
+from agilerl.llm.memory.out_of_memory import explained_out_of_memory
+from agilerl.llm.memory.settings import MemorySettings
 from agilerl.typing import Act, ActionResult, ReasoningPrompts
 
 if TYPE_CHECKING:
@@ -62,9 +65,22 @@ class LLMAlgorithm(LoRAAgent):
 
     def _answers(self, request: GenerationRequest) -> ActionResult:
         self.generator.sync(self.policy)
-        completions = self.generator.generate(
-            request.prompts, request.samples_per_prompt, request.sampling, request.rng
-        )
+
+        def settings() -> MemorySettings:
+            return self.memory_settings(
+                prompt_tokens=max(len(prompt) for prompt in request.prompts),
+                completion_tokens=max(
+                    new_token_limit(prompt, request.sampling) for prompt in request.prompts
+                ),
+                prompts=len(request.prompts),
+                group_size=request.samples_per_prompt,
+                hf_generate_chunk_size=request.sampling.chunk_size,
+            )
+
+        with explained_out_of_memory("rollout", self.policy.base.model, settings):
+            completions = self.generator.generate(
+                request.prompts, request.samples_per_prompt, request.sampling, request.rng
+            )
         return self.action_result(request, completions)
 
     def generation_request(
@@ -179,6 +195,25 @@ class LLMAlgorithm(LoRAAgent):
             tile_rows=self.fused_logprobs_chunk_rows or self.fused_loss_chunk_rows,
             fused_layers=self.use_liger_loss,
         )
+
+    def memory_settings(self, **sizes: Any) -> MemorySettings:
+        """What decides how much memory a step takes, from the attributes as they are now.
+
+        Args:
+            **sizes: Those of the step, ``prompt_tokens`` and ``completion_tokens`` at least.
+        """
+        names = MemorySettings.__dataclass_fields__.keys() - {"device", "dtype", "layout"}
+        own = {name: value for name, value in vars(self).items() if name in names}
+        settings = own | {
+            "batch_size": rank_batch_size(self.batch_size, self.accelerator),
+            "micro_batch_size_per_gpu": rank_micro_batch_size(
+                self.batch_size, self.micro_batch_size_per_gpu, self.accelerator
+            ),
+            "optimizer": self.optimizer_settings().kind,
+            "device": str(self.policy.device),
+            "layout": self.policy.row_layout(self.forward_config()),
+        }
+        return MemorySettings(**(settings | sizes))
 
     @property
     def last_checkpoint(self) -> str | None:

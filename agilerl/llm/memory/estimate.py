@@ -40,7 +40,6 @@ from peft import PeftModel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from agilerl.checks import require
-from agilerl.llm.generation.batching import DEFAULT_CHUNK_ROWS
 from agilerl.llm.generation.decode import COMPACT_SHARE
 from agilerl.llm.generation.kv_cache.growing_cache import CACHE_BLOCK
 from agilerl.llm.memory.settings import MemorySettings
@@ -171,7 +170,7 @@ class Estimator:
         adapter = sum(parameter.nbytes for parameter in self._traced.adapter)
         elements = sum(parameter.numel() for parameter in self._traced.adapter)
         update = self._traced.update(settings)
-        chunk = self._chunk_prompts(settings)
+        chunk = settings.chunk_prompts
         prefill = self._traced.prefill(chunk, settings.prompt_tokens)
         column = prefill.cache // (chunk * settings.prompt_tokens)
         copies = 0
@@ -192,13 +191,6 @@ class Estimator:
             backward=update.backward,
             **rollout,
         )
-
-    @staticmethod
-    def _chunk_prompts(settings: MemorySettings) -> int:
-        """Prompts that are generated at a time."""
-        prompts = -(-len(settings.completion_lengths) // settings.group_size)
-        preset = max(1, DEFAULT_CHUNK_ROWS // settings.group_size)
-        return min(settings.hf_generate_chunk_size or preset, prompts)
 
     def _rollout(
         self, settings: MemorySettings, chunk: int, prefill: PrefillPass

@@ -10,6 +10,7 @@ from peft import LoraConfig
 
 from agilerl.checks import COUNT, OPTIONAL_COUNT
 from agilerl.llm.config import RowLayout
+from agilerl.llm.generation.batching import DEFAULT_CHUNK_ROWS
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,13 @@ class MemorySettings:
         """``layout``, if None that of the device."""
         on_cpu = torch.device(self.device).type == "cpu"
         return self.layout or ("packed" if on_cpu else "shared_prompts")
+
+    @property
+    def chunk_prompts(self) -> int:
+        """Prompts that are generated at a time."""
+        prompts = -(-len(self.completion_lengths) // self.group_size)
+        preset = max(1, DEFAULT_CHUNK_ROWS // self.group_size)
+        return min(self.hf_generate_chunk_size or preset, prompts)
 
     @property
     def micro_batch_size(self) -> int:
