@@ -25,9 +25,9 @@ from agilerl.llm import adapters
 from agilerl.llm.causal_lm import check_head
 from agilerl.llm.config import RowLayout
 from agilerl.llm.engine.partition_checks import check_every_layer_runs
+from agilerl.llm.forward.lora_linear import run_in_place
 from agilerl.llm.forward.probe import fastest_layout
 from agilerl.llm.forward.recomputation import remove_recomputation
-from agilerl.llm.lora_linear import run_in_place
 from agilerl.llm.quantization import (
     is_quantized,
     loading_arguments,

@@ -11,12 +11,12 @@ from typing import Literal
 import torch
 
 from agilerl.checks import warn_once
-from agilerl.llm.activation_offload import activations_on_host, may_offload
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import ForwardConfig, Reduction, UpdateConfig
 from agilerl.llm.engine import Engine
+from agilerl.llm.forward.activation_offload import activations_on_host, may_offload
+from agilerl.llm.forward.liger import fused_layers
 from agilerl.llm.frozen_passes import with_frozen_passes
-from agilerl.llm.liger import fused_layers
 from agilerl.llm.losses import LossFunction, reduction_weights
 from agilerl.llm.metrics import UpdateMetrics
 from agilerl.llm.plan import MiniBatch, plan_mini_batches

@@ -13,9 +13,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from agilerl import checks
-from agilerl.llm.activation_offload import activations_on_host, may_offload
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import ForwardConfig
+from agilerl.llm.forward.activation_offload import activations_on_host, may_offload
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase
 from agilerl.testing import tiny_model

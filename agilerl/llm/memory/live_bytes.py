@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from agilerl.llm.lora_linear import run_in_place
+from agilerl.llm.forward.lora_linear import run_in_place
 
 
 class LiveBytes(TorchDispatchMode):
