@@ -123,6 +123,24 @@ def test_layers_with_other_parts_run_as_they_are(family: str, tokens_by_layer: l
     assert not tokens_by_layer
 
 
+def test_layers_with_hooks_run_as_they_are_while_they_have_them(
+    tokens_by_layer: list[int],
+) -> None:
+    """Also where they come after a first rollout, in which the layers were found exact."""
+    policy = policy_of(tiny_model())
+    completed(policy)
+    mlp, seen = policy.base.decoder.layers[0].mlp, list[int]()
+    for register in (mlp.register_forward_hook, mlp.act_fn.register_forward_pre_hook):
+        tokens_by_layer.clear()
+        handle = register(lambda module, *given: seen.append(1))
+        completed(policy)
+        handle.remove()
+        assert len(seen) > 1 and not tokens_by_layer
+        seen.clear()
+    completed(policy)
+    assert tokens_by_layer and not seen
+
+
 def test_in_a_session_layers_are_swapped_once(
     tokens_by_layer: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,9 +28,10 @@ _SETTINGS = {"config", "head_dim", "layer_idx", "scaling"}
 def is_common_layer(layer: Any) -> bool:
     """Whether a decoder layer has the parts of a :class:`FusedLayer`, and plain linear layers.
 
-    That it puts them together in the same way is for a comparison to say.
+    Without hooks, which only calls of the parts run. That it puts them together in the same way is
+    for a comparison to say.
     """
-    if _children(layer).keys() != _LAYER or "forward" in layer.__dict__:
+    if _children(layer).keys() != _LAYER or any(map(_is_changed, layer.modules())):
         return False
     attention, mlp = _children(layer.self_attn), _children(layer.mlp)
     if attention.keys() not in ({*_ATTENTION}, {*_ATTENTION, *_HEAD_NORMS}):
@@ -182,6 +183,12 @@ def _added(rows: torch.Tensor, x: torch.Tensor, layer: nn.Linear) -> torch.Tenso
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
     return dict(module.named_children())
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether calling a module runs more, or something else, than its class says."""
+    hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    return hooks or "forward" in module.__dict__
 
 
 def _epsilon(norm: Any) -> float | None:

@@ -76,7 +76,7 @@ def _obstacle(base: SharedBase, layers: Sequence[nn.Module]) -> str | None:
     if base.partition is not None:
         return "the model is partitioned"
     if not layers or not all(is_common_layer(layer) for layer in layers):
-        return "they have other parts, or linear layers that are not plain"
+        return "they have other parts or hooks, or linear layers that are not plain"
     return None if _exact.get(base, True) else "their results come out different"
 
 
