@@ -25,7 +25,7 @@ TILE_BYTES = {"cpu": 2 * 2**20}
 DEFAULT_TILE_BYTES = 256 * 2**20
 TILE_COLUMNS = {"cpu": 1024}
 DEFAULT_TILE_COLUMNS = 16384
-LEAST_TILE_ROWS = 64
+LEAST_TILE_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,8 @@ class _Rows:
                 # Of logits relative to the largest; a batched dot product makes no other tile.
                 weighted.add_((before - largest) * total).mul_(shrink)
                 weighted.add_(torch.bmm(p[:, None, :], z[:, :, None]).view(n, 1))
-            total.mul_(shrink).add_(p.sum(1, keepdim=True, dtype=wide))
+            before_total, total = total * shrink, p.sum(1, keepdim=True, dtype=wide)
+            total += before_total
             if slope is not None and slope_at_target is not None:
                 slope_at_target = torch.where(
                     inside, slope.gather(1, column).to(wide), slope_at_target
@@ -244,14 +245,15 @@ class _Rows:
             if others is not None:
                 # Left out, as 1 - p of a likely target is lost beside p in lower precision.
                 p.scatter_(1, column, p.gather(1, column).masked_fill_(inside, 0.0))
-                _add_product(others.mul_(shrink), p, self.weight[part])
+                # The mean so far: a sum may leave the range of float16.
+                _add_product(others.mul_(before_total / total), p.div_(total), self.weight[part])
         return _Softmax(
             largest=largest.squeeze(1),
             log_total=total.log().squeeze(1),
             target=(target - largest).squeeze(1),
             target_slope=None if slope_at_target is None else slope_at_target.squeeze(1),
             mean=(weighted / total).squeeze(1),
-            others=None if others is None else others.div_(total),
+            others=others,
         )
 
     def logp_gradient(self, softmax: _Softmax) -> torch.Tensor:
@@ -283,5 +285,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     """``total += left @ right``, where the product has the dtype of ``right``."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda:  # accumulated in float32 there, and kept in it
+        total.add_(torch.mm(left.to(right.dtype), right, out_dtype=total.dtype))
     else:
         total.add_(left.to(right.dtype) @ right)

@@ -113,7 +113,7 @@ def _micro_batches(
         return split_by_tokens(batch, rows, update.micro_batch_tokens, layout)
     if update.balance_tokens and layout == "packed":
         parts = -(-len(rows) // update.micro_batch_size)
-        return split_evenly_by_tokens(batch, rows, parts, layout)
+        return split_evenly_by_tokens(batch, rows, parts)
     return split_into_micro_batches(batch, rows, update.micro_batch_size, layout)
 
 
@@ -124,9 +124,10 @@ def split_by_tokens(
 
     Tokens are those a forward runs, padding counted. A row that has more runs alone.
     """
+    if layout == "packed":
+        return list(rows.split(_sizes_within(_packed_row_tokens(batch, rows), limit)))
     parts = []
     while len(rows):
-        # Rows that are added never make a forward run fewer tokens.
         sizes = range(1, len(rows) + 1)
         fitting = bisect_right(sizes, limit, key=lambda n: tokens_run(batch, rows[:n], layout))
         part = rows[: max(fitting, 1)]
@@ -135,17 +136,40 @@ def split_by_tokens(
     return parts
 
 
-def split_evenly_by_tokens(
-    batch: TrainBatch, rows: torch.Tensor, parts: int, layout: RowLayout
-) -> list[torch.Tensor]:
-    """Cut rows, in their order, into at most ``parts`` micro-batches of even numbers of tokens."""
+def split_evenly_by_tokens(batch: TrainBatch, rows: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    """Cut packed rows, in their order, into at most ``parts`` micro-batches of even tokens."""
     if not len(rows):
         return []
-    limits = range(tokens_run(batch, rows, layout) + 1)
-    least = bisect_left(
-        limits, True, key=lambda limit: len(split_by_tokens(batch, rows, limit, layout)) <= parts
-    )
-    return split_by_tokens(batch, rows, least, layout)
+    tokens = _packed_row_tokens(batch, rows)
+    limits = range(sum(prompt + others for _, prompt, others in tokens) + 1)
+    least = bisect_left(limits, True, key=lambda limit: len(_sizes_within(tokens, limit)) <= parts)
+    return list(rows.split(_sizes_within(tokens, least)))
+
+
+def _packed_row_tokens(batch: TrainBatch, rows: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Of each row its prompt's number, the prompt's tokens, and its other tokens but the last."""
+    prompts = batch.prompt_lengths[rows]
+    others = batch.lengths[rows] - prompts - 1
+    columns = (batch.prompt_index[rows], prompts, others)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _sizes_within(tokens: Sequence[tuple[int, int, int]], limit: int) -> list[int]:
+    """Rows of each micro-batch if each takes as many as ``limit`` tokens allow, at least one."""
+    sizes: list[int] = []
+    seen: set[int] = set()
+    total = 0
+    for number, prompt, others in tokens:
+        added = others + (0 if number in seen else prompt)
+        if sizes and total + added <= limit:
+            sizes[-1] += 1
+            total += added
+        else:
+            sizes.append(1)
+            total = prompt + others
+            seen.clear()
+        seen.add(number)
+    return sizes
 
 
 def split_into_micro_batches(

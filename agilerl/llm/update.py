@@ -115,7 +115,7 @@ def run_update(
             logger,
             "use_sequence_packing has no effect: rows of %s run %s. Packing takes "
             'attn_implementation="sdpa", on a GPU float16 or bfloat16 and no sliding window, and '
-            "neither torch_compiler nor ZeRO stage 3.",
+            "calc_position_embeddings, and neither torch_compiler nor ZeRO stage 3.",
             type(policy.base.model).__name__,
             "padded" if layout == "padded" else "with padded completions",
         )

@@ -243,6 +243,9 @@ def test_arguments_this_version_does_not_know(run: Path) -> None:
     edit_attributes(run, arguments=content["arguments"] | {"quantum": True})
     with pytest.raises(ValueError, match=r"does not take: \['quantum'\]"):
         GRPO.load(run, actor_network=small_model())
+    # Of a version that saved the default of what is not saved here.
+    edit_attributes(run, arguments=content["arguments"] | {"quantization_config": None})
+    GRPO.load(run, actor_network=small_model())
 
 
 def test_a_directory_of_another_peft_method(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,8 @@ from transformers import PreTrainedModel
 from agilerl.llm.batch import TrainBatch, make_batch
 from agilerl.llm.config import RowLayout
 from agilerl.llm.forward.hidden_states import tokens_run
+from agilerl.llm.forward.packed_attention import PackedAttention, attending_packed
+from agilerl.llm.forward.packed_rows import PackedRows
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
 
@@ -163,7 +166,40 @@ def test_an_unsupported_model_is_named_in_one_log_line(caplog: pytest.LogCapture
         assert policy.base.row_layout == "padded"
     lines = [r.getMessage() for r in caplog.records if r.name == "agilerl.llm.forward.probe"]
     assert len(lines) == 1
-    assert lines[0].startswith("shared prefixes are off for Qwen3NextModel")
+    assert lines[0].startswith("rows of Qwen3NextModel are padded")
+
+
+def test_rows_that_are_not_packed_say_why(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_family("llama")
+    model.set_attn_implementation("eager")
+    policy = random_policy(model, separate_reference=False)
+    with caplog.at_level(logging.INFO, logger="agilerl.llm.forward"):
+        assert policy.base.row_layout == "shared_prompts"
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "agilerl.llm.forward.probe"]
+    assert line.startswith("rows of LlamaModel are not packed: there is no kernel")
+
+
+def test_another_threads_forward_keeps_its_mask(batch: TrainBatch) -> None:
+    """While a thread runs packed rows, the model's config says so to every thread."""
+    model = make_family("llama", torch.float64)
+    ids, mask = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[0, :3] = 0
+    decoder = model.base_model
+    with torch.no_grad(), ThreadPoolExecutor() as pool:
+        expected = decoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        with attending_packed(decoder, PackedAttention(PackedRows.of(batch))):
+            run = pool.submit(torch.no_grad()(decoder), input_ids=ids, attention_mask=mask)
+            made = run.result().last_hidden_state
+    torch.testing.assert_close(made[mask.bool()], expected[mask.bool()])
+
+
+def test_a_retained_graph_with_recomputed_layers_runs_backward_twice(batch: TrainBatch) -> None:
+    policy = random_policy(make_family("llama", torch.float64), separate_reference=False)
+    loss = weighted(policy.logprobs(batch, replace(PACKED, recompute_layers=True)).logp)
+    parameters = list(policy.parameters().values())
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    for mine, again in zip(first, torch.autograd.grad(loss, parameters), strict=True):
+        assert torch.equal(mine, again)
 
 
 def test_recomputing_keeps_less_and_puts_every_layer_back(batch: TrainBatch) -> None:

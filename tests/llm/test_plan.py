@@ -81,12 +81,12 @@ def test_micro_batches_hold_as_many_rows_as_their_tokens_allow(layout: RowLayout
 def test_packed_micro_batches_are_of_even_sizes() -> None:
     batch = batch_of([3] * 6, [40, 40, 2, 2, 2, 2])
     rows = torch.arange(6)
-    parts = split_evenly_by_tokens(batch, rows, 2, "packed")
+    parts = split_evenly_by_tokens(batch, rows, 2)
     assert [part.tolist() for part in parts] == [[0], [1, 2, 3, 4, 5]]
     by_rows = split_into_micro_batches(batch, rows, 3, "packed")
     largest = [max(tokens_run(batch, p, "packed") for p in cut) for cut in (parts, by_rows)]
     assert largest == [46, 82]
-    assert split_evenly_by_tokens(batch, rows[:0], 0, "packed") == []
+    assert split_evenly_by_tokens(batch, rows[:0], 0) == []
 
 
 def test_a_mini_batch_that_fits_one_forward_keeps_its_order() -> None:

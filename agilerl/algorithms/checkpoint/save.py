@@ -116,6 +116,8 @@ def decode_arguments(
         ValueError: If the checkpoint holds one that the table does not, or not as saved.
     """
     given, file = saved.attributes["arguments"], saved.path / checkpoint_files.ATTRIBUTES_FILE
+    # A row that is not saved may have been in another version, which then had its default only.
+    given = {n: v for n, v in given.items() if n not in table or table[n].saved or v is not None}
     unknown = [name for name in given if name not in table or not table[name].saved]
     require(
         not unknown,

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from agilerl.llm.forward.attention_kernels import AttentionPart, part_backward, part_forward
 from agilerl.llm.forward.packed_rows import PackedRows, Segments
@@ -164,9 +164,16 @@ def _attend(
     return attend_packed(q, k, v, parts, scaling)[None], None
 
 
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """None, as what a packed token sees follows from the packing.
+
+    A config is every thread's, so that others' forwards come here too.
+    """
+    return sdpa_mask(*args, **kwargs) if _current.get() is None else None
+
+
 AttentionInterface.register(_NAME, _attend)
-# What a token sees follows from the packing.
-AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+AttentionMaskInterface.register(_NAME, _mask)
 
 
 def attend_packed(

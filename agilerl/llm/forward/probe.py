@@ -35,9 +35,10 @@ def fastest_layout(decoder: PreTrainedModel, vocab_size: int) -> RowLayout:
         "packed": lambda: packed_hidden_states(decoder, batch, recompute=False),
         "shared_prompts": lambda: prefix_cache_hidden_states(decoder, batch),
     }
+    reasons: dict[RowLayout, str] = {}
     if not can_attend_packed(decoder):
         del candidates["packed"]
-    reason = ""
+        reasons["packed"] = "there is no kernel for its attention implementation, dtype and device"
     with short_windows(decoder):
         padded = _states_and_gradient(
             decoder, lambda: padded_hidden_states(decoder, batch, use_position_ids=True)
@@ -45,13 +46,21 @@ def fastest_layout(decoder: PreTrainedModel, vocab_size: int) -> RowLayout:
         for layout, hidden_states in candidates.items():
             try:
                 made = _states_and_gradient(decoder, hidden_states)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # noqa: BLE001 - any failure of an unknown architecture has the same remedy: another layout
-                reason = str(error)
+                reasons[layout] = str(error)
                 continue
             if all(map(equal_up_to_rounding, made, padded)):
+                if reasons:
+                    logger.info("rows of %s are not packed: %s", name, reasons["packed"])
                 return layout
-            reason = "they differ from plain rows"
-    logger.info("shared prefixes are off for %s: %s", name, reason)
+            reasons[layout] = "results differ from those of padded rows"
+    logger.info(
+        "rows of %s are padded, and prompts run once per completion: %s",
+        name,
+        reasons["shared_prompts"],
+    )
     return "padded"
 
 
@@ -77,14 +86,14 @@ def _states_and_gradient(
 
 
 def _probed_batch(decoder: nn.Module, vocab_size: int) -> TrainBatch:
-    """Two prompts, completions of two lengths each."""
+    """Two prompts with completions of two lengths each, and one with a completion of one token."""
     device = next(decoder.parameters()).device
-    ids = torch.arange(40, device=device).remainder(max(1, min(vocab_size, 97))).view(4, 10)
+    ids = torch.arange(50, device=device).remainder(max(1, min(vocab_size, 97))).view(5, 10)
     ids[1, :6], ids[3, :4] = ids[0, :6], ids[2, :4]
-    mask = torch.zeros(4, 9, dtype=torch.bool, device=device)
-    for row, (prompt, length) in enumerate([(6, 10), (6, 8), (4, 7), (4, 10)]):
+    mask = torch.zeros(5, 9, dtype=torch.bool, device=device)
+    for row, (prompt, length) in enumerate([(6, 10), (6, 8), (4, 7), (4, 10), (3, 4)]):
         mask[row, prompt - 1 : length - 1] = True
-    lengths = torch.tensor([10, 8, 7, 10], device=device)
-    prompts = torch.tensor([6, 6, 4, 4], device=device)
-    index = torch.tensor([0, 0, 1, 1], device=device)
+    lengths = torch.tensor([10, 8, 7, 10, 4], device=device)
+    prompts = torch.tensor([6, 6, 4, 4, 3], device=device)
+    index = torch.tensor([0, 0, 1, 1, 2], device=device)
     return TrainBatch(ids, mask, lengths, prompts, index, mask)

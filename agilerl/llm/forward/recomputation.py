@@ -56,14 +56,26 @@ def _recomputing(
     """
     forward = layer.forward
     if recomputed_within is not None:
-        within = recomputed_within
-        return partial(
-            _checkpointed(forward), context_fn=lambda: (contextlib.nullcontext(), within())
-        )
+        again = _Within(recomputed_within)
+        return partial(_checkpointed(forward), context_fn=lambda: (contextlib.nullcontext(), again))
     kept = layer.__dict__.get(_RECOMPUTING)
     if kept is None or kept.args[0] != forward:
         kept = layer.__dict__[_RECOMPUTING] = _checkpointed(forward)
     return kept
+
+
+class _Within:
+    """A context that is made anew when it is entered: a retained graph runs again twice."""
+
+    def __init__(self, make: Callable[[], Context]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._entered = self._make()
+        self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
 
 def _checkpointed(forward: Callable[..., Any]) -> partial[Any]:

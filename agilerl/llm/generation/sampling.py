@@ -215,7 +215,7 @@ class _WeightOrder:
         tokens = (self._high == found).nonzero().squeeze(1)
         low = self._keys[tokens] & ((1 << _LOW_BITS) - 1)
         sums = torch.bincount(low, weights=self._weights[tokens].double())
-        found, inside = _reach(sums.cumsum(0), sums, mass - before)
+        found, inside = _reach(sums.cumsum(0), sums, (mass - before).clamp(min=0))
         # All of one weight.
         tokens, before = tokens[low == found], before + inside
         weight = self._weights[tokens[0]].double()
