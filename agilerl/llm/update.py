@@ -15,7 +15,7 @@ from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import ForwardConfig, Reduction, UpdateConfig
 from agilerl.llm.engine import Engine
 from agilerl.llm.forward.activation_offload import activations_on_host, may_offload
-from agilerl.llm.forward.liger import fused_layers
+from agilerl.llm.forward.liger import liger_layers
 from agilerl.llm.frozen_passes import with_frozen_passes
 from agilerl.llm.losses import LossFunction, reduction_weights
 from agilerl.llm.metrics import UpdateMetrics
@@ -128,7 +128,7 @@ def run_update(
         lockstep=engine.lockstep,
         layout=layout,
     )
-    kernels = fused_layers(policy.base) if forward.fused_layers else contextlib.nullcontext()
+    kernels = liger_layers(policy.base) if forward.fused_layers else contextlib.nullcontext()
     with kernels:
         batch = with_frozen_passes(policy, engine.ranks, batch, plan, forward, update)
         updater = _Updater(policy, engine, batch, loss_function, forward, update)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agilerl import checks
-from agilerl.llm import liger
+from agilerl.llm.forward import liger
 from agilerl.llm.shared_base import SharedBase
 from agilerl.testing import tiny_model
 
@@ -69,6 +69,37 @@ def test_a_kernel_that_agrees_is_taken_and_one_that_does_not_is_left_out(
     assert vars(rope.owner)[rope.name] is rope.before
 
 
+@needs_liger
+@pytest.mark.process
+def test_what_liger_changed_before_an_error_is_undone_and_the_error_is_the_reason(
+    changes: tuple[PreTrainedModel, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from liger_kernel.transformers import monkey_patch
+
+    model, found = changes
+
+    def failing(rope: bool = True, model: PreTrainedModel | None = None) -> None:
+        assert rope and model is not None
+        for change in found:
+            change.put(change.after)
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setitem(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, "qwen2", failing)
+    before = attributes(model)
+    assert liger.tried_changes(model) == ([], "Liger's layers raise RuntimeError('no kernel')")
+    assert attributes(model) == before
+
+
+def test_changes_that_cannot_all_be_made_are_undone() -> None:
+    norm = tiny_model(hidden_size=32, layers=1).model.norm
+    before = dict(vars(norm))
+    made = liger._Change(norm, "in_place", liger._ABSENT, True)
+    refused = liger._Change(norm, "weight", norm.weight, "no parameter")
+    with pytest.raises(TypeError, match="parameter"), liger._in_place([made, refused]):
+        pass
+    assert vars(norm) == before
+
+
 def test_on_a_cpu_layers_stay_and_the_log_says_why_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +108,7 @@ def test_on_a_cpu_layers_stay_and_the_log_says_why_once(
     base = SharedBase.of(model)
     for _ in range(2):
         before = attributes(model)
-        with liger.fused_layers(base):
+        with liger.liger_layers(base):
             assert attributes(model) == before
     assert caplog.text.count("use_liger_loss has no effect on this Qwen2ForCausalLM: its") == 1
 
@@ -89,6 +120,6 @@ def test_on_a_gpu_all_layers_agree(tmp_path: Path) -> None:
     model = tiny_model(hidden_size=64, layers=2).to("cuda")
     base = SharedBase.of(model)
     plain = vars(model.model.norm).get("forward")
-    with liger.fused_layers(base):
+    with liger.liger_layers(base):
         assert vars(model.model.norm)["forward"] is not plain
     assert vars(model.model.norm).get("forward") is plain

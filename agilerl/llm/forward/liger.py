@@ -53,7 +53,7 @@ _patches: WeakKeyDictionary[SharedBase, list[_Change] | None] = WeakKeyDictionar
 
 
 @contextlib.contextmanager
-def fused_layers(base: SharedBase) -> Iterator[None]:
+def liger_layers(base: SharedBase) -> Iterator[None]:
     """Within it the layers of a base are Liger's, where they may be; says once where not.
 
     They may on a GPU, with liger-kernel installed, if a few tokens have the same hidden states and
@@ -75,17 +75,32 @@ def _probed(base: SharedBase) -> list[_Change] | None:
     elif base.partition is not None:
         reason = "with ZeRO stage 3 the layers are DeepSpeed's"
     if reason is None:
-        changes = recorded_changes(base.model)
-        if changes and same_with(changes, base.model):
+        changes, reason = tried_changes(base.model)
+        if reason is None:
             return changes
-        reason = "hidden states or gradients differ" if changes else "Liger has no such layers"
     name = type(base.model).__name__
     warn_once(logger, "use_liger_loss has no effect on this %s: %s", name, reason)
     return None
 
 
+def tried_changes(model: PreTrainedModel) -> tuple[list[_Change], str | None]:
+    """What Liger changes for a model whose results stay the same; else why nothing may change."""
+    try:
+        changes = recorded_changes(model)
+        if not changes:
+            return [], "Liger has no such layers"
+        same = same_with(changes, model)
+    except Exception as error:  # noqa: BLE001 - of Liger or its kernels; a model's own layers will do
+        return [], f"Liger's layers raise {error!r}"
+    return (changes, None) if same else ([], "hidden states or gradients differ")
+
+
 def recorded_changes(model: PreTrainedModel) -> list[_Change]:
-    """What Liger would change for a model, which is left as it is; empty for an unknown one."""
+    """What Liger would change for a model, which is left as it is; empty for an unknown one.
+
+    Raises:
+        Exception: What Liger's own function raises.
+    """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.model_type)
@@ -93,18 +108,12 @@ def recorded_changes(model: PreTrainedModel) -> list[_Change]:
         return []
     options = {name for name in inspect.signature(apply).parameters if name != "model"}
     before = _attributes(model)
-    apply(model=model, **{name: name in _LAYERS for name in options})
-    after = _attributes(model)
-    changes = []
-    for owner, old in before.values():
-        new = after[id(owner)][1]
-        changes += [
-            _Change(owner, name, old.get(name, _ABSENT), new.get(name, _ABSENT))
-            for name in new
-            if new[name] is not old.get(name, _ABSENT)
-        ]
-    for change in changes:
-        change.put(change.before)
+    try:
+        apply(model=model, **{name: name in _LAYERS for name in options})
+    finally:
+        changes = _changes(before, _attributes(model))
+        for change in changes:
+            change.put(change.before)
     # Liger writes the gradient of a norm's input over that of its output, which may have others.
     return [
         _Change(c.owner, c.name, c.before, False) if c.name == "in_place" else c for c in changes
@@ -118,6 +127,18 @@ def _attributes(model: nn.Module) -> dict[int, tuple[Any, dict[str, Any]]]:
     modules = {sys.modules[cls.__module__] for cls in classes}
     owners: list[Any] = [*layers, *classes, *modules]
     return {id(owner): (owner, dict(vars(owner))) for owner in owners}
+
+
+def _changes(
+    before: dict[int, tuple[Any, dict[str, Any]]], after: dict[int, tuple[Any, dict[str, Any]]]
+) -> list[_Change]:
+    """The attributes that have another value after than before, by :func:`_attributes`."""
+    return [
+        _Change(owner, name, old.get(name, _ABSENT), value)
+        for owner, old in before.values()
+        for name, value in after[id(owner)][1].items()
+        if value is not old.get(name, _ABSENT)
+    ]
 
 
 def same_with(changes: list[_Change], model: PreTrainedModel) -> bool:
@@ -141,10 +162,8 @@ def _states_and_gradients(model: PreTrainedModel) -> tuple[torch.Tensor, torch.T
 
 @contextlib.contextmanager
 def _in_place(changes: list[_Change]) -> Iterator[None]:
-    for change in changes:
-        change.put(change.after)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as undone:
         for change in changes:
-            change.put(change.before)
+            change.put(change.after)
+            undone.callback(change.put, change.before)
+        yield
