@@ -114,13 +114,18 @@ class Number:
     open_low: bool = False
     finite: bool = True
     open_high: bool = False
+    word: str | None = None
+    """A string that may stand in place of the number."""
 
     def __call__(self, name: str, value: Any) -> None:
         """Raise TypeError or ValueError unless ``value`` fits."""
         if value is None and self.optional:
             return
+        if isinstance(value, str) and value == self.word:
+            return
         kind, word = (Integral, "an integer") if self.integer else (Real, "a number")
-        also = " or None" if self.optional else ""
+        also = "" if self.word is None else f" or {self.word!r}"
+        also += " or None" if self.optional else ""
         require(
             isinstance(value, kind) and not isinstance(value, bool),
             f"{name} is {value!r}; it must be {word}{also}",
@@ -176,6 +181,7 @@ class InstanceOf:
 FLAG = InstanceOf(bool, "True or False", optional=False)
 COUNT = Number(1, integer=True)
 OPTIONAL_COUNT = Number(1, integer=True, optional=True)
+COUNT_OR_AUTO = Number(1, integer=True, optional=True, word="auto")
 
 
 def missing_members(value: object, protocol: type) -> list[str]:

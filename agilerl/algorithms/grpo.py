@@ -86,7 +86,10 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         calc_position_embeddings: Pass position ids to the model. False for models that take none:
             then only prompts of equal length are batched.
         micro_batch_size_per_gpu: Sequences per forward and backward of a process; None: its share
-            of ``batch_size``, over the accelerator's gradient accumulation steps.
+            of ``batch_size``, over the accelerator's gradient accumulation steps; "auto": that
+            share or the largest power of two below it that by estimate fits the memory that is
+            free at the first ``learn``, for rows as long as ``max_model_len`` allows, the smallest
+            of all processes. Clones and checkpoints keep the number. Refused with ZeRO 3.
         max_output_tokens: Longest completion, in tokens; None: up to ``max_model_len``.
         min_output_tokens: No end of sequence before this many tokens.
         max_model_len: Longest row of prompt and completion, in tokens; None: what the model's
@@ -217,7 +220,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         min_p: float = 0.0,
         use_memory_efficient_params: bool = True,
         calc_position_embeddings: bool = True,
-        micro_batch_size_per_gpu: int | None = None,
+        micro_batch_size_per_gpu: int | Literal["auto"] | None = None,
         max_output_tokens: int | None = None,
         min_output_tokens: int | None = None,
         max_model_len: int | None = 1024,
@@ -333,7 +336,8 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         Raises:
             TypeError: If ``sample_mask`` or ``truncated`` is not of True and False.
             ValueError: If shapes disagree, groups are incomplete, or a reward is not finite; if
-                ``truncated`` or a completion's ``sampling_logps`` are needed and None.
+                ``truncated`` or a completion's ``sampling_logps`` are needed and None; if
+                ``micro_batch_size_per_gpu`` is "auto" and memory cannot be estimated.
             RuntimeError: Within :meth:`rollout`; or if there are several processes, and the agent
                 is not wrapped.
             NonFiniteUpdateError: If three optimizer steps in a row had a non-finite loss or
@@ -348,6 +352,7 @@ class GRPO(GRPOArguments, LLMAlgorithm):
         self.engine.set_lr(list(self.learning_rates().values()))
         self.engine.set_adamw(self.optimizer_settings())
         lr = float(self.optimizer.param_groups[0]["lr"])
+        self.choose_micro_batch_size(several_turns=turn_ids is not None)
         with explained_out_of_memory(
             "update", self.policy.base.model, lambda: self._sizes_of(batch)
         ):

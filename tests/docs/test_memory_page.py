@@ -17,7 +17,7 @@ PLAIN, HEADING, QUANTIZED = PAGE.partition("## A quantized base")
 
 def test_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page(PLAIN, shown=0)
+    run_page(PLAIN, shown=1)
 
 
 @pytest.mark.process
@@ -28,4 +28,4 @@ def test_code_with_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     tiny_model().save_pretrained("first")
     config = BitsAndBytesConfig(load_in_4bit=True)
     AutoModelForCausalLM.from_pretrained("first", quantization_config=config)
-    assert HEADING and run_page(PAGE, shown=2)
+    assert HEADING and run_page(PAGE, shown=3)

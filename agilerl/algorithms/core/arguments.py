@@ -26,7 +26,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 from accelerate import Accelerator
 from peft import LoraConfig
@@ -42,6 +42,7 @@ from agilerl.algorithms.core.memory_options import check_memory_options
 from agilerl.algorithms.core.registry import HyperparameterConfig, magnitude, with_magnitude
 from agilerl.checks import (
     COUNT,
+    COUNT_OR_AUTO,
     FLAG,
     OPTIONAL_COUNT,
     InstanceOf,
@@ -53,6 +54,7 @@ from agilerl.checks import (
 from agilerl.llm.engine.accelerator_config import (
     check_accelerator,
     rank_batch_size,
+    rank_micro_batch_size,
     settings_without_effect,
 )
 from agilerl.llm.generation.vllm.config import VLLMConfig
@@ -147,7 +149,9 @@ class LLMArguments:
     min_p: float = argument(Number(0, 1), 0.0)
     use_memory_efficient_params: bool = argument(FLAG, True)
     calc_position_embeddings: bool = argument(FLAG, True)
-    micro_batch_size_per_gpu: int | None = argument(OPTIONAL_COUNT, None, mutable=True)
+    micro_batch_size_per_gpu: int | Literal["auto"] | None = argument(
+        COUNT_OR_AUTO, None, mutable=True
+    )
     max_output_tokens: int | None = argument(OPTIONAL_COUNT, None)
     min_output_tokens: int | None = argument(Number(0, integer=True, optional=True), None)
     max_model_len: int | None = argument(Number(2, integer=True, optional=True), 1024)
@@ -180,6 +184,16 @@ class LLMArguments:
     activation_offload: bool = argument(FLAG, False)
     use_sequence_packing: bool = argument(FLAG, False)
     micro_batch_tokens: int | None = argument(OPTIONAL_COUNT, None)
+
+    chosen_micro_batch_size: int | None
+    """What ``micro_batch_size_per_gpu="auto"`` stands for; None until the first ``learn``."""
+
+    def rank_micro_batch_size(self) -> int:
+        """Sequences per forward and backward on this rank; 1 while "auto" is not chosen."""
+        size = self.micro_batch_size_per_gpu
+        if size == "auto":
+            size = self.chosen_micro_batch_size or 1
+        return rank_micro_batch_size(self.batch_size, size, self.accelerator)
 
     def stop_texts(self) -> tuple[str, ...]:
         """``stop_sequences``, also where it is a single one or None."""
@@ -278,10 +292,20 @@ def _check_mutable(search: HyperparameterConfig | None, table: Mapping[str, Argu
         )
 
 
+def check_start(name: str, value: Any) -> None:
+    """Refuse to mutate what is chosen by the free memory."""
+    require(
+        not (isinstance(value, str) and value == "auto"),
+        f"hp_config names {name!r}, which is 'auto'; leave it out of hp_config, or pass a number "
+        "for mutations to start from",
+    )
+
+
 def _check_hp_config(arguments: Mapping[str, Any], table: Mapping[str, Argument]) -> None:
     """Refuse limits that an argument's own rule refuses."""
     for name, parameter in (arguments["hp_config"] or HyperparameterConfig()).items():
         value, limit_name = arguments[name], f"limit of {name} in hp_config"
+        check_start(name, value)
         require(
             isinstance(value, Real | tuple | list),
             f"hp_config names {name!r}, which is {value!r}; it must be a number for "

@@ -38,7 +38,14 @@ class EvolvableAlgorithm:
 
     algo: str
     # Attributes that clones copy by value; all else is built from the constructor's arguments.
-    _history = ("fitness", "scores", "steps", "total_steps", "mut", "reference_update_tracker")
+    _history: tuple[str, ...] = (
+        "fitness",
+        "scores",
+        "steps",
+        "total_steps",
+        "mut",
+        "reference_update_tracker",
+    )
     # Objects that drive the agent: neither hyperparameters nor history.
     _runtime_attributes: tuple[str, ...] = ()
 

@@ -24,7 +24,7 @@ from agilerl.llm.config import (
     Reduction,
     UpdateConfig,
 )
-from agilerl.llm.engine.accelerator_config import rank_batch_size, rank_micro_batch_size
+from agilerl.llm.engine.accelerator_config import rank_batch_size
 from agilerl.llm.losses import CORRECTION_TABLE, LOSS_TABLE, clip_band
 
 logger = logging.getLogger(__name__)
@@ -158,9 +158,7 @@ class GRPOArguments(LLMArguments):
         """Batch sizes, epochs and clipping, from the attributes as they are now."""
         return UpdateConfig(
             batch_size=rank_batch_size(self.batch_size, self.accelerator),
-            micro_batch_size=rank_micro_batch_size(
-                self.batch_size, self.micro_batch_size_per_gpu, self.accelerator
-            ),
+            micro_batch_size=self.rank_micro_batch_size(),
             epochs=self.update_epochs,
             max_grad_norm=self.max_grad_norm,
             reduction=self.loss_reduction or LOSS_TABLE[self.loss_type].default_reduction,

@@ -23,9 +23,10 @@ from agilerl.checks import OPTIONAL_COUNT
 from agilerl.distributed import ranks_of
 from agilerl.llm.causal_lm import context_length, eos_token_ids
 from agilerl.llm.config import ForwardConfig, OptimizerFactory, SamplingConfig
-from agilerl.llm.engine.accelerator_config import rank_batch_size, rank_micro_batch_size
+from agilerl.llm.engine.accelerator_config import rank_batch_size
 from agilerl.llm.generation import Completions, GenerationRequest, new_token_limit
 from agilerl.llm.generation.vllm.config import VLLMConfig
+from agilerl.llm.memory.auto_micro_batch import choose_micro_batch_size
 from agilerl.llm.memory.out_of_memory import explained_out_of_memory
 from agilerl.llm.memory.settings import MemorySettings
 from agilerl.typing import Act, ActionResult, ReasoningPrompts
@@ -206,14 +207,43 @@ class LLMAlgorithm(LoRAAgent):
         own = {name: value for name, value in vars(self).items() if name in names}
         settings = own | {
             "batch_size": rank_batch_size(self.batch_size, self.accelerator),
-            "micro_batch_size_per_gpu": rank_micro_batch_size(
-                self.batch_size, self.micro_batch_size_per_gpu, self.accelerator
-            ),
+            "micro_batch_size_per_gpu": self.rank_micro_batch_size(),
             "optimizer": self.optimizer_settings().kind,
             "device": str(self.policy.device),
             "layout": self.policy.row_layout(self.forward_config()),
         }
         return MemorySettings(**(settings | sizes))
+
+    def choose_micro_batch_size(self, *, several_turns: bool) -> None:
+        """Set ``chosen_micro_batch_size`` if it is needed and unknown; then collective.
+
+        Rows are taken to be as long as ``max_model_len`` allows, so that a first batch of short
+        ones decides nothing.
+
+        Args:
+            several_turns: ``max_output_tokens`` bounds a turn, not what follows the prompt.
+
+        Raises:
+            ValueError: If the free memory cannot be read, or the update not be estimated.
+        """
+        if self.micro_batch_size_per_gpu != "auto" or self.chosen_micro_batch_size is not None:
+            return
+        model = self.policy.base.model
+        longest = self.max_model_len or context_length(model)
+        completion = longest if several_turns else self.max_output_tokens or longest
+        completion = min(completion, longest - 1)
+        settings = self.memory_settings(
+            prompt_tokens=longest - completion,
+            completion_tokens=completion,
+            prompts=-(-rank_batch_size(self.batch_size, self.accelerator) // self.group_size),
+            use_vllm=True,  # no rollout is estimated
+        )
+        self.chosen_micro_batch_size = choose_micro_batch_size(
+            model,
+            settings,
+            self.engine.ranks,
+            has_optimizer_state=bool(self.optimizer.state),
+        )
 
     @property
     def last_checkpoint(self) -> str | None:

@@ -12,10 +12,15 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig, PeftModel
 
+from agilerl.algorithms.core.arguments import check_start
 from agilerl.algorithms.core.build_policy import build_policy
 from agilerl.algorithms.core.evolvable import EvolvableAlgorithm
 from agilerl.algorithms.core.optimizer_arguments import OptimizerArguments
-from agilerl.algorithms.core.registry import NetworkGroup, OptimizerConfig
+from agilerl.algorithms.core.registry import (
+    HyperparameterConfig,
+    NetworkGroup,
+    OptimizerConfig,
+)
 from agilerl.checks import require, warn_once
 from agilerl.distributed import ranks_of
 from agilerl.llm.adapters import copy_adapter
@@ -46,11 +51,14 @@ class LoRAAgent(OptimizerArguments, EvolvableAlgorithm):
         generator: What completes prompts with the policy.
         rng: The random stream of sampling and of the order of mini-batches.
         skipped_steps: Optimizer steps that were skipped because a gradient was not finite.
+        chosen_micro_batch_size: What ``micro_batch_size_per_gpu="auto"`` stands for, chosen at the
+            first ``learn``; None before. Clones and checkpoints keep it.
     """
 
     policy: Policy
     generator: Generator
     engine: LocalEngine
+    _history = (*EvolvableAlgorithm._history, "chosen_micro_batch_size")
     _runtime_attributes = ("policy", "generator", "engine", "rng", "skipped_steps", "training")
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -79,6 +87,7 @@ class LoRAAgent(OptimizerArguments, EvolvableAlgorithm):
         offset = 1_000_003 * self.index + 7_368_787 * ranks.rank
         self.rng = torch.Generator().manual_seed((self.seed + offset) % 2**63)
         self.skipped_steps = SkippedSteps()
+        self.chosen_micro_batch_size = None
         self.training = True
         self.register_network_group(NetworkGroup(eval_network="actor", policy=True))
         self.register_optimizer(OptimizerConfig(name="optimizer", networks=("actor",), lr="lr"))
@@ -310,10 +319,16 @@ class LoRAAgent(OptimizerArguments, EvolvableAlgorithm):
 
     @classmethod
     def members_arguments(cls, size: int, given: dict[str, Any]) -> dict[str, Any]:
-        """As given, but a vLLM engine that members share has room for an adapter of each."""
+        """As given, but a vLLM engine that members share has room for an adapter of each.
+
+        Raises:
+            ValueError: If ``hp_config`` names what is "auto", which a member's draw would replace.
+        """
         config = given.get("vllm_config")
-        for name in ("vllm_config", "accelerator"):
+        for name in ("vllm_config", "accelerator", "hp_config"):
             cls.argument_table()[name].check(name, given.get(name))
+        for name, _ in (given.get("hp_config") or HyperparameterConfig()).items():
+            check_start(name, given.get(name))
         config = config or VLLMConfig()
         if not given.get("use_vllm") or config.max_loras >= size:
             return given

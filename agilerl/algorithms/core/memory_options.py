@@ -21,6 +21,12 @@ def check_memory_options(arguments: Mapping[str, Any]) -> None:
     _check_quantization(arguments)
     _check_offload(arguments)
     _check_fused(arguments)
+    require(
+        arguments["micro_batch_size_per_gpu"] != "auto"
+        or not partitions_base(arguments["accelerator"]),
+        "micro_batch_size_per_gpu is 'auto', but with ZeRO stage 3 what a forward gathers is not "
+        "estimated; pass a number of sequences, or use zero_stage 2",
+    )
 
 
 def _check_quantization(arguments: Mapping[str, Any]) -> None:

@@ -94,6 +94,7 @@ class _History(TypedDict):
     total_steps: NotRequired[int]  # not in checkpoints from before there was one
     reference_update_tracker: int
     mut: Any
+    chosen_micro_batch_size: NotRequired[Count | None]  # not in those from before it
 
 
 class Attributes(TypedDict):
