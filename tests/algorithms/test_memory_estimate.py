@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from agent_helpers import make_agent, prompts, small_model
-from transformers import Qwen2Config
+from transformers import BitsAndBytesConfig, Qwen2Config
 
 from agilerl.algorithms import GRPO
 from agilerl.llm.memory.live_bytes import LiveBytes
@@ -83,6 +84,33 @@ def test_prompts_that_are_not_packed_are_copied() -> None:
     # Keys and values of two heads of 8, in 2 layers; 16 rows with prompts of 8 tokens, twice.
     copies = 2 * 16 * 8 * (2 * 2 * 8 * 2 * 4)
     assert copied.activations == pytest.approx(packed.activations + copies, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "layout"),
+    [
+        (torch.bfloat16, None, "packed"),
+        (torch.bfloat16, 4, "shared_prompts"),
+        (torch.float32, None, "shared_prompts"),
+    ],
+)
+def test_the_layout_on_a_gpu_is_that_of_the_dtype_and_the_window(
+    dtype: torch.dtype, window: int | None, layout: str
+) -> None:
+    config = small_model().config
+    config.sliding_window = window
+    settings = MemorySettings(8, 8, device="cuda", dtype=dtype)
+    found = estimate_memory(config, settings)
+    assert found == estimate_memory(config, replace(settings, layout=layout))
+    other = "shared_prompts" if layout == "packed" else "packed"
+    assert found != estimate_memory(config, replace(settings, layout=other))
+
+
+def test_weights_of_a_quantized_base_are_not_copied() -> None:
+    config = small_model().config
+    assert estimate_memory(config, MemorySettings(8, 8)).merged_copies > 0
+    config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+    assert estimate_memory(config, MemorySettings(8, 8)).merged_copies == 0
 
 
 def test_completions_of_different_lengths_are_less_than_the_longest() -> None:

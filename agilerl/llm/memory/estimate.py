@@ -12,7 +12,8 @@ Kept throughout:
 
 A rollout adds:
 
-* merged copies: of the targeted weights, which in float32 run without LoRA branches.
+* merged copies: of the targeted weights, which in float32, not quantized, run without LoRA
+  branches.
 * keys and values: of each prompt once, of each row in blocks of columns. Rows leave as they end.
 * the forward over the prompts, or one decoding step: logits of all rows, three times (those before,
   these, and what is drawn from), twice with top-k; attention scores.
@@ -32,7 +33,7 @@ the update's peak.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from peft import PeftModel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from agilerl.checks import require
+from agilerl.llm.config import RowLayout
 from agilerl.llm.generation.decode import COMPACT_SHARE
 from agilerl.llm.generation.kv_cache.growing_cache import CACHE_BLOCK
 from agilerl.llm.memory.settings import MemorySettings
@@ -162,11 +164,19 @@ class Estimator:
         # A quantized model has fewer bytes than its config says.
         real = isinstance(model_or_config, PreTrainedModel) and settings.dtype is None
         self._weights = tensor_bytes(model_or_config) if real else self._traced.weight_bytes
+        self._quantized = getattr(config, "quantization_config", None) is not None
         text: Any = config.get_text_config()
         self._vocabulary, self._heads = text.vocab_size, text.num_attention_heads
+        # As agilerl.llm.forward.packed_attention.can_attend_packed has it, and without windows.
+        window = getattr(text, "sliding_window", None)
+        half = dtype in (torch.float16, torch.bfloat16)
+        self._off_cpu_layout: RowLayout = "packed" if half and not window else "shared_prompts"
 
     def estimate(self, settings: MemorySettings) -> MemoryEstimate:
         """With these settings; ``lora_config`` and ``dtype`` are those of this object."""
+        if settings.layout is None:
+            on_cpu = torch.device(settings.device).type == "cpu"
+            settings = replace(settings, layout="packed" if on_cpu else self._off_cpu_layout)
         adapter = sum(parameter.nbytes for parameter in self._traced.adapter)
         elements = sum(parameter.numel() for parameter in self._traced.adapter)
         update = self._traced.update(settings)
@@ -174,7 +184,7 @@ class Estimator:
         prefill = self._traced.prefill(chunk, settings.prompt_tokens)
         column = prefill.cache // (chunk * settings.prompt_tokens)
         copies = 0
-        if settings.row_layout == "shared_prompts":
+        if settings.layout == "shared_prompts":
             # One of all layers, and where they keep what they attended to, another of each.
             kept = 1 if settings.gradient_checkpointing else 2
             copies = kept * settings.micro_batch_size * settings.prompt_tokens * column
@@ -201,7 +211,7 @@ class Estimator:
         logits = len(rows) * self._vocabulary * 4 * (2 if settings.top_k else 3)
         scores = len(rows) * self._heads * width * 4 * 2
         return {
-            "merged_copies": self._traced.merged_bytes,
+            "merged_copies": 0 if self._quantized else self._traced.merged_bytes,
             "kv_cache": prefill.cache + column * most_cached_columns(rows),
             "prefill": prefill.cache + prefill.activations,
             "decoding": logits + scores,

@@ -50,8 +50,9 @@ class MemorySettings:
     use_vllm: bool = False
     """Then completions are generated elsewhere, and a rollout takes nothing here."""
     layout: RowLayout | None = None
-    """How training rows are laid out, see :mod:`agilerl.llm.forward`; None: ``"packed"`` on a CPU,
-    elsewhere ``"shared_prompts"``. On a base that is partitioned or compiled it is ``"padded"``."""
+    """How training rows are laid out, see :mod:`agilerl.llm.forward`; None: ``"packed"``, but
+    off a CPU ``"shared_prompts"`` where the base is not in float16 or bfloat16, or has a sliding
+    window. On a base that is partitioned or compiled it is ``"padded"``."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "group_size", "batch_size"):
@@ -79,12 +80,6 @@ class MemorySettings:
             return tuple(self.completion_tokens)
         prompts = self.prompts or max(1, self.batch_size // self.group_size)
         return (self.completion_tokens,) * (prompts * self.group_size)
-
-    @property
-    def row_layout(self) -> RowLayout:
-        """``layout``, if None that of the device."""
-        on_cpu = torch.device(self.device).type == "cpu"
-        return self.layout or ("packed" if on_cpu else "shared_prompts")
 
     @property
     def chunk_prompts(self) -> int:

@@ -120,7 +120,7 @@ class TracedModel:
         return self._of_all_layers(lambda: self._update(settings))
 
     def _update(self, settings: MemorySettings) -> UpdatePass:
-        packed = _packed(settings, self._mode) if settings.row_layout == "packed" else None
+        packed = _packed(settings, self._mode) if settings.layout == "packed" else None
         with self._mode, LiveBytes(self._known) as live:
             hidden = self._hidden(settings, packed)
             activations = live.now
@@ -249,7 +249,7 @@ def _rows_and_width(settings: MemorySettings) -> tuple[int, int]:
     With prompts that run once it runs twice, which keeps as much as one row of all tokens.
     """
     lengths, prompt = settings.micro_batch, settings.prompt_tokens
-    if settings.row_layout == "shared_prompts":
+    if settings.layout == "shared_prompts":
         # A row's last token predicts nothing that is trained.
         return 1, settings.micro_batch_prompts * prompt + sum(lengths) - len(lengths)
     return len(lengths), prompt + max(lengths) - 1
