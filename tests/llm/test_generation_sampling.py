@@ -144,6 +144,13 @@ def test_drawn_by_weight_a_token_is_the_one_of_all_candidates(
     assert same == len(uniforms)
 
 
+@pytest.mark.parametrize(("vocab", "top_p"), [(1024, 0.75), (2048, 0.5)])
+def test_a_nucleus_that_meets_its_mass_exactly_ends_there(vocab: int, top_p: float) -> None:
+    almost_one = torch.tensor([1.0 - 2**-24])
+    drawn = next_tokens(torch.zeros(1, vocab), almost_one, config(top_p=top_p))
+    assert drawn.tokens.tolist() == [vocab * top_p - 1]
+
+
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-24])
 def test_the_ends_of_the_unit_interval_never_hit_an_impossible_token(

@@ -220,6 +220,17 @@ def test_bfloat16_is_close_and_reduces_in_float32(trained: bool) -> None:
     assert token_logprobs(low, targets, path, fp32=False).logp.dtype == torch.bfloat16
 
 
+def test_a_flat_softmax_over_many_tokens_stays_within_float16() -> None:
+    vocab = 32768
+    head = frozen_head(vocab=vocab, dtype=torch.float16)
+    assert head.weight is not None
+    head.weight[:, 0] = 6.0
+    hidden = torch.full((3, D), 1e-3, dtype=torch.float16, requires_grad=True)
+    made = token_logprobs(hidden, torch.arange(3), head, tiled_for="cuda")
+    made.logp.sum().backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+
+
 class LargestTensor(TorchDispatchMode):
     """Records the largest number of rows of any tensor whose last axis is the vocabulary."""
 

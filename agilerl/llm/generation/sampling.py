@@ -191,7 +191,7 @@ def _draw_by_weight(
     bits and of the low ones, give the weight at which the CDF reaches a value.
     """
     order = _WeightOrder(weights.nan_to_num(0.0))  # such rows are reported by the caller
-    _, kept = order.reach(sampling.top_p * order.cdf[-1])
+    _, kept = order.reach(sampling.top_p * order.cdf[-1], met=True)
     if sampling.min_p > 0.0:
         likely = weights[weights >= sampling.min_p * weights.max()]
         kept = torch.minimum(kept, likely.sum(dtype=torch.float64))
@@ -209,25 +209,26 @@ class _WeightOrder:
         self._sums = torch.bincount(self._high, weights=weights.double())
         self.cdf = self._sums.cumsum(0)
 
-    def reach(self, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The token with which the sum exceeds ``mass``, and that sum; float64."""
-        found, before = _reach(self.cdf, self._sums, mass)
+    def reach(self, mass: torch.Tensor, *, met: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token with which the sum exceeds ``mass``, or meets it, and that sum; float64."""
+        found, before = _reach(self.cdf, self._sums, mass, met)
         tokens = (self._high == found).nonzero().squeeze(1)
         low = self._keys[tokens] & ((1 << _LOW_BITS) - 1)
         sums = torch.bincount(low, weights=self._weights[tokens].double())
-        found, inside = _reach(sums.cumsum(0), sums, (mass - before).clamp(min=0))
+        found, inside = _reach(sums.cumsum(0), sums, (mass - before).clamp(min=0), met)
         # All of one weight.
         tokens, before = tokens[low == found], before + inside
         weight = self._weights[tokens[0]].double()
-        number = ((mass - before) / weight).nan_to_num(0.0).long().clamp(0, len(tokens) - 1)
+        number = ((mass - before) / weight).nan_to_num(0.0)
+        number = (number.ceil() - 1 if met else number).long().clamp(0, len(tokens) - 1)
         return tokens[number], before + (number + 1) * weight
 
 
 def _reach(
-    cdf: torch.Tensor, sums: torch.Tensor, mass: torch.Tensor
+    cdf: torch.Tensor, sums: torch.Tensor, mass: torch.Tensor, met: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bin with which a CDF exceeds ``mass``, and the CDF before it."""
-    found = torch.searchsorted(cdf, mass, right=True).clamp(max=len(cdf) - 1)
+    """The bin with which a CDF exceeds ``mass``, or meets it, and the CDF before it."""
+    found = torch.searchsorted(cdf, mass, right=not met).clamp(max=len(cdf) - 1)
     return found, cdf[found] - sums[found]
 
 
