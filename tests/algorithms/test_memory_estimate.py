@@ -106,6 +106,28 @@ def test_the_layout_on_a_gpu_is_that_of_the_dtype_and_the_window(
     assert found != estimate_memory(config, replace(settings, layout=other))
 
 
+def test_tokens_of_a_micro_batch_decide_its_rows() -> None:
+    uneven: Any = {"completion_tokens": [5, 5, 9, 3], "group_size": 2}
+    cut = MemorySettings(8, micro_batch_tokens=16, **uneven)
+    assert cut.micro_batch == (5, 5)  # runs 8 + 2 * 4 tokens; the others 8 + 8 + 2
+    assert MemorySettings(8, micro_batch_tokens=18, **uneven).micro_batch == (9, 3)
+    assert MemorySettings(8, micro_batch_tokens=1, **uneven).micro_batch == (9,)
+    padded = MemorySettings(8, micro_batch_tokens=36, layout="padded", **uneven)
+    assert padded.micro_batch == (3, 5, 5)
+    assert padded.micro_batch_size == 3
+    steps = MemorySettings(8, micro_batch_tokens=99, batch_size=2, **uneven)
+    assert steps.micro_batch == (9, 3)
+    alike = small_estimate(micro_batch_tokens=8 + 4 * 7)
+    assert alike == small_estimate(micro_batch_size_per_gpu=4)
+
+
+def test_an_agents_settings_have_its_tokens_and_tile_rows() -> None:
+    agent = make_agent(micro_batch_tokens=40, fused_loss_chunk_rows=8)
+    settings = agent.memory_settings(prompt_tokens=8, completion_tokens=8)
+    assert settings.micro_batch_tokens == 40
+    assert settings.fused_logprobs_chunk_rows == 8
+
+
 def test_weights_of_a_quantized_base_are_not_copied() -> None:
     config = small_model().config
     assert estimate_memory(config, MemorySettings(8, 8)).merged_copies > 0

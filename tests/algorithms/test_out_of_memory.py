@@ -98,6 +98,10 @@ def test_the_two_settings_that_save_most_are_named() -> None:
     assert "max_output_tokens=200 (" in text
     one = MemorySettings(8, 1, prompts=1, micro_batch_size_per_gpu=1)
     assert advice("update", model, one).endswith("A smaller base, or a quantized one, helps.")
+    cut = MemorySettings(64, 400, prompts=2, micro_batch_tokens=1500)
+    text = advice("update", model, cut)  # of three rows
+    assert "micro_batch_size_per_gpu" not in text
+    assert "micro_batch_tokens=630 (" in text
     text = advice("rollout", model, MemorySettings(16, 1000, prompts=8, top_k=5))
     assert "the cache of keys and values takes" in text
     assert "hf_generate_chunk_size=4 (" in text

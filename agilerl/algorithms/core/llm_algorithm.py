@@ -208,6 +208,7 @@ class LLMAlgorithm(LoRAAgent):
         settings = own | {
             "batch_size": rank_batch_size(self.batch_size, self.accelerator),
             "micro_batch_size_per_gpu": self.rank_micro_batch_size(),
+            "fused_logprobs_chunk_rows": self.forward_config().tile_rows,
             "optimizer": self.optimizer_settings().kind,
             "device": str(self.policy.device),
             "layout": self.policy.row_layout(self.forward_config()),

@@ -106,8 +106,12 @@ def _remedies(phase: Phase, settings: MemorySettings) -> list[tuple[str, Any, di
             change = {"hf_generate_chunk_size": chunk // 2}
             found.append(("hf_generate_chunk_size", chunk // 2, change))
         return found
-    if settings.micro_batch_size > 1:
-        rows = settings.micro_batch_size // 2
+    rows, tokens = settings.micro_batch_size, settings.micro_batch_tokens
+    if rows > 1 and tokens is not None:
+        tokens = min(tokens, settings.tokens_run(settings.micro_batch)) // 2
+        found.append(("micro_batch_tokens", tokens, {"micro_batch_tokens": tokens}))
+    elif rows > 1:
+        rows = rows // 2
         found.append(("micro_batch_size_per_gpu", rows, {"micro_batch_size_per_gpu": rows}))
     if not settings.gradient_checkpointing:
         found.append(("gradient_checkpointing", True, {"gradient_checkpointing": True}))

@@ -33,6 +33,8 @@ class MemorySettings:
     group_size: int = 8
     batch_size: int = 16
     micro_batch_size_per_gpu: int | None = None
+    micro_batch_tokens: int | None = None
+    """Where it is given, ``micro_batch_size_per_gpu`` does not count."""
     hf_generate_chunk_size: int | None = None
     lora_config: LoraConfig | None = None
     dtype: torch.dtype | None = None
@@ -60,6 +62,7 @@ class MemorySettings:
         for name in (
             "prompts",
             "micro_batch_size_per_gpu",
+            "micro_batch_tokens",
             "hf_generate_chunk_size",
             "fused_logprobs_chunk_rows",
         ):
@@ -91,14 +94,42 @@ class MemorySettings:
     @property
     def micro_batch_size(self) -> int:
         """Rows of a forward and backward."""
+        if self.micro_batch_tokens is not None:
+            return len(self.micro_batch)
         rows = min(self.batch_size, len(self.completion_lengths))
         return min(self.micro_batch_size_per_gpu or rows, rows)
 
     @property
     def micro_batch(self) -> tuple[int, ...]:
         """The completion lengths of the micro-batch with most tokens."""
-        lengths, size = self.completion_lengths, self.micro_batch_size
+        lengths = self.completion_lengths
+        if self.micro_batch_tokens is not None:
+            return max(self._cut_by_tokens(self.micro_batch_tokens), key=self.tokens_run)
+        size = self.micro_batch_size
         return max((lengths[i : i + size] for i in range(0, len(lengths), size)), key=sum)
+
+    def _cut_by_tokens(self, limit: int) -> list[tuple[int, ...]]:
+        """Completion lengths in micro-batches; a row with more tokens than ``limit`` is alone."""
+        lengths, parts = self.completion_lengths, list[tuple[int, ...]]()
+        part: tuple[int, ...] = ()
+        for length in sorted(lengths) if self.layout == "padded" else lengths:
+            longer = (*part, length)
+            if part and (self.tokens_run(longer) > limit or len(part) == self.batch_size):
+                parts.append(part)
+                longer = (length,)
+            part = longer
+        return [*parts, part]
+
+    def tokens_run(self, lengths: Sequence[int]) -> int:
+        """Tokens of a forward over rows side by side: padded, or each prompt once.
+
+        Args:
+            lengths: Of their completions.
+        """
+        if self.layout == "padded":
+            return len(lengths) * (self.prompt_tokens + max(lengths) - 1)
+        prompts = -(-len(lengths) // self.group_size)
+        return prompts * self.prompt_tokens + sum(lengths) - len(lengths)
 
     @property
     def micro_batch_prompts(self) -> int:
