@@ -364,13 +364,14 @@ def load_base(
     Args:
         name: Of a repository or a directory.
         model_config: Further keyword arguments of ``from_pretrained``.
-        device: Where it shall run.
+        device: Where it shall run; a quantized one where a ``device_map`` of ``model_config`` says.
         quantization: How its weights are packed while they are loaded; None: they are not.
     """
     from transformers import AutoModelForCausalLM
 
     packing = loading_arguments(quantization)
-    if packing:  # packed where it runs: packed weights need not be movable
+    # Packed where it runs: packed weights need not be movable.
+    if packing and "device_map" not in (model_config or {}):
         packing["device_map"] = {"": torch.device(device)}
 
     # Not part of the key: agents loaded from checkpoints, which set these, share the base.
