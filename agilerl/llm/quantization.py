@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -22,6 +23,8 @@ _REMEDY = (
 )
 _HEAD = "lm_head"
 _WRITTEN_BY_TRANSFORMERS = ("quant_method", "_load_in_4bit", "_load_in_8bit")
+_running: WeakSet[PreTrainedModel] = WeakSet()
+"""Models between :func:`run_as_in_training` and :func:`run_as_found`."""
 _seen: set[str] = set()
 
 
@@ -93,7 +96,7 @@ def recorded_quantization(model: PreTrainedModel) -> dict[str, Any] | None:
 
 
 def prepare_quantized(name: str, model: PreTrainedModel) -> None:
-    """Check a model that may be quantized, and keep bitsandbytes from logging every product.
+    """Check a model that may be quantized.
 
     Args:
         name: The argument that the model came with.
@@ -119,9 +122,6 @@ def prepare_quantized(name: str, model: PreTrainedModel) -> None:
         f"module's name ({_HEAD!r} in most models) to llm_int8_skip_modules of the "
         "BitsAndBytesConfig that it is loaded with",
     )
-    logger = logging.getLogger(_MATMUL_LOGGER)
-    if _said_once not in logger.filters:
-        logger.addFilter(_said_once)
 
 
 def run_as_in_training(model: PreTrainedModel) -> None:
@@ -129,8 +129,12 @@ def run_as_in_training(model: PreTrainedModel) -> None:
 
     In evaluation mode bitsandbytes repacks 4-bit weights with rounded scales for a kernel without a
     gradient, and rounds the inputs of 8-bit layers, columns with an outlier in any row left out, so
-    that a row depends on the rows beside it. To be called whenever modes were set.
+    that a row depends on the rows beside it. To be called whenever modes were set. What
+    bitsandbytes logs of every product is said once until :func:`run_as_found`.
     """
+    if is_quantized(model):
+        _running.add(model)
+        logging.getLogger(_MATMUL_LOGGER).addFilter(_said_once)
     if model.device.type != "cpu":
         return
     for layer in _packed_layers(model, "Linear8bitLt"):
@@ -146,6 +150,10 @@ def run_as_in_training(model: PreTrainedModel) -> None:
 
 def run_as_found(model: PreTrainedModel) -> None:
     """Undo :func:`run_as_in_training`, but for modes."""
+    _running.discard(model)
+    if not _running:
+        logging.getLogger(_MATMUL_LOGGER).removeFilter(_said_once)
+        _seen.clear()
     layers = _packed_layers(model, "Linear4bit")
     if layers:
         from bitsandbytes.functional import has_avx512bf16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,30 @@ def test_a_population_shares_one_quantized_base(name: str) -> None:
         pad_token="!",
     )
     assert len({id(agent.policy.base) for agent in agents}) == 1
+
+
+@needs_bitsandbytes
+def test_a_device_map_of_the_users_own_is_taken(name: str) -> None:
+    placed = {"device_map": {"": "cpu"}}
+    agent = make_agent(model_name=name, model_config=placed, quantization_config=NF4)
+    assert is_quantized(agent.policy.base.model)
+
+
+@needs_bitsandbytes
+def test_products_are_logged_once_while_there_are_agents(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    agents = [make_agent(model=packed(name, **NF4)) for _ in range(2)]
+    for agent in agents:
+        caplog.clear()
+        for _ in range(2):
+            logger.warning("a product is rounded")
+        assert len(caplog.records) == (agent is agents[0])
+        agent.clean_up()
+    for _ in range(2):
+        logger.warning("a product is rounded")
+    assert len(caplog.records) == 2
 
 
 @needs_bitsandbytes
