@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ def note_started(event: str, arguments: tuple[Any, ...]) -> None:
         started.append(f"{event}{arguments[:2]}")
 
 
+# It runs a program the first time a process asks, which some libraries do while a model is loaded.
+platform.processor()
 # The one place that sees every way to start a process. A hook cannot be taken off again.
 sys.addaudithook(note_started)
 
