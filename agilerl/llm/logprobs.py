@@ -1,11 +1,11 @@
 """Log-probs of chosen tokens in tiles of logits: some tokens by a part of the vocabulary.
 
-Softmax runs on line over the parts: sums and means under it are kept relative to the largest logit
-yet, as in FlashAttention (https://arxiv.org/abs/2205.14135, section 3.1). A frozen head's log-prob
-is a scalar per row, so its gradient with respect to the hidden state (the head's row at the target
-minus the mean row under the softmax) is computed with the value and kept; backward only scales it.
-A trained head (LoRA on it) takes the whole vocabulary at a time, and recomputes its tiles in
-backward.
+Softmax is computed online over the parts: sums and means under it are kept relative to the largest
+logit yet, as in FlashAttention (https://arxiv.org/abs/2205.14135, section 3.1). A frozen head's
+log-prob is a scalar per row, so its gradient with respect to the hidden state (the head's row at
+the target minus the mean row under the softmax) is computed with the value and kept; backward only
+scales it. A trained head (LoRA on it) takes the whole vocabulary at a time, and recomputes its
+tiles in backward.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 
 from agilerl.checks import warn_once
 from agilerl.llm.batch import TrainBatch
-from agilerl.llm.config import ForwardConfig, Reduction, UpdateConfig
+from agilerl.llm.config import ForwardConfig, Reduction, RowLayout, UpdateConfig
 from agilerl.llm.engine import Engine
 from agilerl.llm.forward.activation_offload import activations_on_host, may_offload
 from agilerl.llm.forward.liger import liger_layers
@@ -110,15 +110,8 @@ def run_update(
     """
     batch = replace(batch, sequence_weights=_sequence_weights(batch, update.reduction))
     layout = policy.row_layout(forward)
-    if update.balance_tokens and layout != "packed":
-        warn_once(
-            logger,
-            "use_sequence_packing has no effect: rows of %s run %s. Packing takes "
-            'attn_implementation="sdpa", on a GPU float16 or bfloat16 and no sliding window, and '
-            "calc_position_embeddings, and neither torch_compiler nor ZeRO stage 3.",
-            type(policy.base.model).__name__,
-            "padded" if layout == "padded" else "with padded completions",
-        )
+    if update.balance_tokens and (reason := _packing_obstacle(layout, update)):
+        warn_once(logger, "use_sequence_packing has no effect: %s", reason)
     plan = plan_mini_batches(
         batch,
         _active_rows(batch, update),
@@ -143,6 +136,24 @@ def run_update(
                 skipped_steps.count(result, engine.ranks.rank)
     updater.metrics.reduce(engine.ranks)
     return updater.metrics
+
+
+def _packing_obstacle(layout: RowLayout, update: UpdateConfig) -> str | None:
+    """Why micro-batches are not cut to even numbers of tokens, or None."""
+    if layout != "packed":
+        return (
+            "rows are padded. Packing takes calc_position_embeddings, "
+            'attn_implementation="sdpa", on a GPU float16 or bfloat16 and no sliding window, and '
+            "neither torch_compiler nor ZeRO stage 3"
+        )
+    if update.micro_batch_tokens is not None:
+        return "micro_batch_tokens decides how many tokens a micro-batch has"
+    if update.micro_batch_size >= update.batch_size:
+        return (
+            "all sequences of an optimizer step are one micro-batch; set micro_batch_size_per_gpu "
+            "below batch_size"
+        )
+    return None
 
 
 def _sequence_weights(batch: TrainBatch, reduction: Reduction) -> torch.Tensor | None:

@@ -198,6 +198,31 @@ def test_frozen_passes_are_run_exactly_where_they_are_needed(
     assert math.isnan(metrics["mean_kl"]) == (beta == 0.0)
 
 
+@pytest.mark.parametrize(
+    ("layout", "sizes", "says"),
+    [
+        ("padded", {"micro_batch_size": 2}, "rows are padded"),
+        ("packed", {"micro_batch_size": 2, "micro_batch_tokens": 30}, "micro_batch_tokens decides"),
+        ("packed", {"micro_batch_size": MANY}, "are one micro-batch"),
+        ("packed", {"micro_batch_size": 2}, None),
+    ],
+)
+def test_sequence_packing_says_why_it_has_no_effect(
+    policy: Policy,
+    layout: RowLayout,
+    sizes: dict[str, Any],
+    says: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agilerl.checks._warned", set())
+    update = replace(UpdateConfig(8, MANY, 1, 1e9, balance_tokens=True), **sizes)
+    Run(forward=replace(FORWARD, layout=layout), update=update)(policy, objective())
+    lines = [r.getMessage() for r in caplog.records if "use_sequence_packing" in r.getMessage()]
+    assert len(lines) == (says is not None)
+    assert says is None or says in lines[0]
+
+
 def test_the_reference_is_its_adapter_or_the_bare_base() -> None:
     batch = random_batch()
     for separate in (True, False):
