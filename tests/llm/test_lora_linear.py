@@ -16,8 +16,8 @@ from rollout_helpers import (
     relative_difference,
 )
 
-from agilerl.llm import lora_linear
 from agilerl.llm.config import ForwardConfig
+from agilerl.llm.forward import lora_linear
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
 
