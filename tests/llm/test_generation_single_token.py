@@ -36,8 +36,9 @@ SMALL = {
 
 def biased_gelu() -> LlamaForCausalLM:
     config = LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, hidden_act="gelu")
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "norm.weight")):
                 parameter += 0.3 * torch.randn(parameter.shape)
