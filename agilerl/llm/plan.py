@@ -17,6 +17,7 @@ from agilerl.distributed import Ranks
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import RowLayout, UpdateConfig
 from agilerl.llm.forward.hidden_states import tokens_run
+from agilerl.llm.forward.packed_rows import packed_tokens, row_tokens
 from agilerl.llm.losses import reduction_counts
 
 
@@ -125,7 +126,7 @@ def split_by_tokens(
     Tokens are those a forward runs, padding counted. A row that has more runs alone.
     """
     if layout == "packed":
-        return list(rows.split(_sizes_within(_packed_row_tokens(batch, rows), limit)))
+        return list(rows.split(_sizes_within(row_tokens(batch, rows), limit)))
     parts = []
     while len(rows):
         sizes = range(1, len(rows) + 1)
@@ -140,18 +141,10 @@ def split_evenly_by_tokens(batch: TrainBatch, rows: torch.Tensor, parts: int) ->
     """Cut packed rows, in their order, into at most ``parts`` micro-batches of even tokens."""
     if not len(rows):
         return []
-    tokens = _packed_row_tokens(batch, rows)
-    limits = range(sum(prompt + others for _, prompt, others in tokens) + 1)
+    tokens = row_tokens(batch, rows)
+    limits = range(packed_tokens(batch, rows) + 1)
     least = bisect_left(limits, True, key=lambda limit: len(_sizes_within(tokens, limit)) <= parts)
     return list(rows.split(_sizes_within(tokens, least)))
-
-
-def _packed_row_tokens(batch: TrainBatch, rows: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Of each row its prompt's number, the prompt's tokens, and its other tokens but the last."""
-    prompts = batch.prompt_lengths[rows]
-    others = batch.lengths[rows] - prompts - 1
-    columns = (batch.prompt_index[rows], prompts, others)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _sizes_within(tokens: Sequence[tuple[int, int, int]], limit: int) -> list[int]:

@@ -134,10 +134,17 @@ class PackedRows:
 
 def packed_tokens(batch: TrainBatch, rows: torch.Tensor) -> int:
     """Tokens of :class:`PackedRows` of some rows of a batch."""
-    index, lengths = batch.prompt_index[rows], batch.prompt_lengths[rows]
-    longest = torch.zeros(int(index.max()) + 1, dtype=torch.long, device=index.device)
-    prompts = int(longest.scatter_reduce(0, index, lengths, reduce="amax").sum())
-    return prompts + int((batch.lengths[rows] - lengths - 1).sum())
+    tokens = row_tokens(batch, rows)
+    prompts = {number: prompt for number, prompt, _ in tokens}
+    return sum(prompts.values()) + sum(others for *_, others in tokens)
+
+
+def row_tokens(batch: TrainBatch, rows: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Of each row its prompt's number, the prompt's tokens, and its other tokens but the last."""
+    prompts = batch.prompt_lengths[rows]
+    others = batch.lengths[rows] - prompts - 1
+    columns = (batch.prompt_index[rows], prompts, others)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def distinct_prompts(batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,9 +58,13 @@ class GrowingLayer(DynamicLayer):
         self.length = end
         return self.columns_in_use()
 
+    def _columns_for(self, end: int) -> int:
+        """How many columns to allocate when ``end`` are needed."""
+        return end + self.room
+
     def _grown(self, buffer: torch.Tensor, end: int) -> torch.Tensor:
         """A copy of a buffer with columns for ``end`` and more."""
-        grown = empty_buffer(buffer, len(buffer), end + self.room)
+        grown = empty_buffer(buffer, len(buffer), self._columns_for(end))
         grown[:, :, : self.length] = buffer[:, :, : self.length]
         return grown
 

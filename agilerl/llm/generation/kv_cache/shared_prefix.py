@@ -71,11 +71,12 @@ class SharedPrefixLayer(GrowingLayer):
         super().__init__(room, (keys, values))
         self.prompt_keys, self.prompt_values = prompts
 
-    def _grown(self, buffer: torch.Tensor, end: int) -> torch.Tensor:
-        block = min(self.room, _SHORT_BLOCK) if end < _SHORT else self.room
+    def _columns_for(self, end: int) -> int:
         # One of the columns is for the token that is being added.
-        grown = empty_buffer(buffer, len(buffer), end - 1 + block)
-        grown[:, :, : self.length] = buffer[:, :, : self.length]
+        return end - 1 + (min(self.room, _SHORT_BLOCK) if end < _SHORT else self.room)
+
+    def _grown(self, buffer: torch.Tensor, end: int) -> torch.Tensor:
+        grown = super()._grown(buffer, end)
         grown[:, :, self.length :].zero_()
         return grown
 
