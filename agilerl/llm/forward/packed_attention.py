@@ -25,7 +25,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from agilerl.llm.forward.attention_kernels import AttentionPart, part_backward, part_forward
+from agilerl.llm.forward.attention_kernels import (
+    AttendingTokens,
+    AttentionPart,
+    part_backward,
+    part_forward,
+)
 from agilerl.llm.forward.packed_rows import PackedRows, Segments
 
 _NAME = "agilerl_packed"
@@ -208,7 +213,8 @@ class _PackedAttention(torch.autograd.Function):
         parts: list[AttentionPart],
         scaling: float | None,
     ) -> torch.Tensor:
-        outputs = [part_forward(part, query, key, value, scaling) for part in parts]
+        tokens = AttendingTokens(query, key, value, scaling)
+        outputs = [part_forward(part, tokens) for part in parts]
         out = torch.empty_like(query)
         log_sums = [outputs[0][1]]
         out[parts[0].query_tokens] = outputs[0][0]
@@ -228,11 +234,12 @@ class _PackedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, out, *log_sums = ctx.saved_tensors
+        tokens = AttendingTokens(query, key, value, ctx.scaling)
         grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
         for number, (part, log_sum) in enumerate(zip(ctx.parts, log_sums, strict=True)):
-            found = part_backward(part, gradient, query, key, value, out, log_sum, ctx.scaling)
-            tokens = (part.query_tokens, part.key_tokens, part.key_tokens)
-            for grad, region, of_part in zip(grads, tokens, found, strict=True):
+            found = part_backward(part, gradient, tokens, out, log_sum)
+            regions = (part.query_tokens, part.key_tokens, part.key_tokens)
+            for grad, region, of_part in zip(grads, regions, found, strict=True):
                 # The first two parts are all queries and all keys, each once.
                 grad[region].copy_(of_part) if number < 2 else grad[region].add_(of_part)
         return *grads, None, None
