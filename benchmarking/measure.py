@@ -100,14 +100,6 @@ def load_average() -> list[float]:
     return [round(load, 2) for load in os.getloadavg()]
 
 
-def available_bytes() -> int:
-    """Return the memory that can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable; the benchmark needs Linux")
-
-
 def _processor_times() -> list[int]:
     """The numbers of the line ``cpu`` of /proc/stat; the eighth is what was stolen."""
     return [int(number) for number in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from report import run_workloads
 
 if TYPE_CHECKING:
@@ -200,8 +201,6 @@ class Bench:
 
     def _cpu_seconds(self) -> dict[str, float]:
         """Of this process and of the engine's, user and system together."""
-        import psutil
-
         here = psutil.Process()
         processes = {"trainer": [here], "engine": here.children(recursive=True)}
         return {

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -62,26 +61,15 @@ def free_memory(device: torch.device, ranks: Ranks) -> int:
     On a CPU it is an equal part of what the machine has available, as if all ranks were on it.
 
     Raises:
-        ValueError: If the device or the system does not say.
+        ValueError: If the device does not say.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         reused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + reused
     if device.type == "cpu":
-        return available_memory() // ranks.world_size
+        return psutil.virtual_memory().available // ranks.world_size
     raise _unknown(f"how much memory is free on {device.type!r} cannot be read")
-
-
-def available_memory() -> int:
-    """Bytes of host memory that can be allocated without swapping."""
-    info = Path("/proc/meminfo")
-    if info.exists():
-        fields = dict(line.split(":") for line in info.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    raise _unknown("this system does not say how much memory is available")
 
 
 def fitting_rows(
