@@ -40,7 +40,7 @@ def command(name: str, *, quick: bool, out: Path, trl: bool) -> list[str]:
     """
     words = [sys.executable, f"benchmarking/{name}.py", "--out", str(out / SCRIPTS[name])]
     words += ["--quick"] if quick else []
-    words += ["--only", "agilerl"] if name == "grpo_step" and not trl else []
+    words += ["--side", "agilerl"] if name == "grpo_step" and not trl else []
     return words
 
 

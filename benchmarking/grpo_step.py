@@ -83,7 +83,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
     parser.add_argument("--steps", type=count, help="measured steps of each side and workload")
-    parser.add_argument("--only", choices=SIDES, help="run one side, without a ratio")
+    parser.add_argument("--side", choices=SIDES, help="run one side, without a ratio")
     return parser.parse_args(argv)
 
 
@@ -93,7 +93,7 @@ def main() -> None:
     # Read by OpenMP when the children load torch.
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    sides = (arguments.only,) if arguments.only else SIDES
+    sides = (arguments.side,) if arguments.side else SIDES
     workloads = WORKLOADS
     if arguments.workload != "all":
         workloads = {arguments.workload: WORKLOADS[arguments.workload]}

@@ -43,7 +43,7 @@ def test_every_script_of_the_command_exists() -> None:
     for name in bench.SCRIPTS:
         words = bench.command(name, quick=True, out=Path("results"), trl=False)
         assert (ROOT / words[1]).is_file() and "--quick" in words
-    assert "--only" in bench.command("grpo_step", quick=False, out=Path("results"), trl=False)
+    assert "--side" in bench.command("grpo_step", quick=False, out=Path("results"), trl=False)
 
 
 def test_time_shares_of_a_step() -> None:
