@@ -1,8 +1,8 @@
-"""Run all benchmarks one after the other, write their JSON, and the tables and plots made of it.
+"""Run the benchmarks one after the other, then update the tables and plots from their results.
 
-python benchmarking/bench.py                    # all; about an hour of one quiet core
-python benchmarking/bench.py --only grpo_step   # one of them
-python benchmarking/bench.py --quick            # a minute or two: does everything run?
+.venv/bin/python benchmarking/bench.py                    # all; about an hour of one idle core
+.venv/bin/python benchmarking/bench.py --only grpo_step   # one of them
+.venv/bin/python benchmarking/bench.py --quick            # all on small shapes, in some minutes
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ SCRIPTS = {
     "time_shares": "time-shares-cpu.json",
     "token_cost": "token-cost-cpu.json",
     "logprob_memory": "logprob-memory-cpu.json",
+    "memory_estimate": "memory-estimate-cpu.json",
     "multiturn_cache": "multiturn-cache-cpu.json",
     "population": "population-cpu.json",
 }
@@ -34,7 +35,7 @@ def command(name: str, *, quick: bool, out: Path, trl: bool) -> list[str]:
 
     Args:
         name: Out of :data:`SCRIPTS`.
-        quick: Whether with shapes that only show that it runs.
+        quick: Whether on small shapes, to see that it runs.
         out: Folder of the results.
         trl: Whether TRL is installed; without it this library's side runs alone.
     """
@@ -49,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=SCRIPTS, nargs="+", help="by default all")
+    parser.add_argument("--only", choices=SCRIPTS, nargs="+", help="scripts to run; by default all")
     parser.add_argument("--quick", action="store_true", help="small shapes, into build/bench-quick")
     parser.add_argument("--out", type=Path, help="folder of the JSON; by default results/")
     given = parser.parse_args()

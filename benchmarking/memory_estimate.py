@@ -1,108 +1,86 @@
-"""Compare ``estimate_memory`` with the measured peak of every workload of the benchmark.
+"""Compare the peak memory that ``estimate_memory`` predicts with the measured one.
 
-Each workload runs some steps in a process of its own. Measured is what the resident memory of the
-process rises to over its value before the agent is made, the model loaded: separately in
-``get_action`` and in ``learn``. So that this is the memory of live tensors, the process returns
-freed blocks at once (``MALLOC_MMAP_THRESHOLD_``; by default glibc keeps many, and steps take up to
-twice as much), and before it starts to count it has run a step on another model, as libraries load
-code and make buffers on first use. Predicted is the estimate without the base's weights.
+Each workload of ``grpo_step.py`` runs in a process of its own, this library alone. Measured is by
+how much the peak resident memory of ``get_action`` (rollout) and of ``learn`` (update) exceeds that
+of the process with the base model and without an agent. Predicted is the estimate without the
+weights of the base model.
 
-    python benchmarking/memory_estimate.py --out benchmarking/results/memory-estimate-cpu.json
+The estimate counts live tensors. So that the resident memory does too:
+
+* glibc returns freed blocks to the system at once (``MALLOC_MMAP_THRESHOLD_``; by default it keeps
+  many of them, and a step takes up to twice as much);
+* a step of another agent runs first, because libraries allocate buffers on first use.
+
+    .venv/bin/python benchmarking/memory_estimate.py --out build/memory-estimate.json
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from measure import MemoryPeak, describe_machine
-from workloads import (
-    WORKLOADS,
-    Workload,
-    agent_arguments,
-    build_model,
-    completion_lengths,
-    reward,
-    step_prompts,
-)
+from alternating import in_a_process
+from measure import MemoryPeak
+from report import benchmark_parser, count, run_workloads
+from workloads import WORKLOADS, Workload, agent_arguments, build_model, completion_lengths, shrunk
+
+if TYPE_CHECKING:
+    from sides import OwnSteps
 
 RETURNED_AT_ONCE = 65536
-"""Blocks from this many bytes on are given back to the system when they are freed."""
+"""Blocks of at least this many bytes are returned to the system when they are freed."""
 
 
-def measured(workload: Workload, steps: int) -> list[dict[str, int]]:
-    """Peaks of each step's rollout and update, in bytes over the process with its model."""
+def measure(workload: Workload, steps: int, threads: int) -> list[dict[str, int]]:
+    """Peaks of the rollout and the update of each step in this process.
+
+    Args:
+        workload: What to run.
+        steps: Measured steps, after one that creates the optimizer state.
+        threads: CPU threads of torch.
+
+    Returns:
+        Of each measured step, bytes above the process with the model and without an agent.
+    """
     import torch
+    from sides import OwnSteps
 
-    torch.set_num_threads(1)
-    agent = _agent(workload)
-    _peaks(agent, workload, 0)
-    agent.clean_up()
-    del agent
-    model = build_model(workload)
+    torch.set_num_threads(threads)
+    first = OwnSteps(workload)
+    _peaks(first, 0)
+    first.agent.clean_up()
+    del first
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    start = MemoryPeak().start_bytes
-    agent = _agent(workload, model)
-    peaks = [_peaks(agent, workload, step) for step in range(steps)]
-    return [{part: peak - start for part, peak in each.items()} for each in peaks]
+    own = OwnSteps(workload)
+    peaks = [_peaks(own, step) for step in range(steps + 1)]
+    start = own.memory.start_bytes
+    return [{stage: peak - start for stage, peak in each.items()} for each in peaks[1:]]
 
 
-def _agent(workload: Workload, model: Any = None) -> Any:
-    from agilerl.algorithms import GRPO
-    from agilerl.testing import byte_tokenizer
-
-    tokenizer = byte_tokenizer()
-    return GRPO(
-        actor_network=model or build_model(workload),
-        pad_token_id=tokenizer.pad_token_id,
-        pad_token=tokenizer.pad_token,
-        **agent_arguments(workload),
-        seed=workload.seed,
-    )
-
-
-def _peaks(agent: Any, workload: Workload, step: int) -> dict[str, int]:
-    """Resident memory at the peaks of one step."""
-    import torch
-    from sides import row_limits
-
-    from agilerl.testing import byte_tokenizer
-
-    tokenizer = byte_tokenizer()
-    prompts = [tokenizer(text, return_tensors="pt") for text in step_prompts(workload, step)]
+def _peaks(own: OwnSteps, step: int) -> dict[str, int]:
+    """Peaks of the resident memory in the rollout and in the update of one step."""
+    prompts = own.prompts(step)
     memory = MemoryPeak()
-    with row_limits(completion_lengths(workload, step)):
-        result = agent.get_action([dict(prompt) for prompt in prompts])
+    result = own.rollout(prompts, step)
     rollout = memory.read()["peak"]
-    rewards = torch.tensor(
-        [
-            [reward(row[1:][mask].tolist()) for row, mask in zip(ids, masks, strict=True)]
-            for ids, masks in zip(result.completion_ids, result.action_masks, strict=True)
-        ]
-    )
     memory = MemoryPeak()
-    agent.learn((result.completion_ids, result.action_masks, rewards))
+    own.update(result)
     return {"rollout": rollout, "update": memory.read()["peak"]}
 
 
-def predicted(workload: Workload, step: int) -> dict[str, int]:
-    """The same by the estimate."""
+def predict(workload: Workload, step: int) -> dict[str, int]:
+    """The same for one step by ``estimate_memory``."""
     from agilerl.utils import MemorySettings, estimate_memory
 
-    arguments = agent_arguments(workload)
     names = MemorySettings.__dataclass_fields__
     settings = MemorySettings(
         prompt_tokens=workload.longest_prompt,
         completion_tokens=completion_lengths(workload, step),
-        **{name: value for name, value in arguments.items() if name in names},
+        **{name: value for name, value in agent_arguments(workload).items() if name in names},
     )
     estimate = estimate_memory(build_model(workload).config, settings)
     weights = estimate.base_weights
@@ -112,52 +90,63 @@ def predicted(workload: Workload, step: int) -> dict[str, int]:
     }
 
 
-def compare(name: str, steps: int) -> dict[str, Any]:
-    """Run a workload in a process of its own, and predict the step whose peak was highest."""
-    command = [sys.executable, __file__, "--measure", name, "--steps", str(steps)]
-    environment = os.environ | {
-        "MALLOC_MMAP_THRESHOLD_": str(RETURNED_AT_ONCE),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
+def summary(
+    workload: Workload, measured: list[dict[str, int]], predicted: list[dict[str, int]]
+) -> dict[str, Any]:
+    """The result of a workload: its measured step with the highest peak, and the ratios.
+
+    Args:
+        workload: What ran.
+        measured: Bytes of each step by stage.
+        predicted: The same by the estimate.
+
+    Returns:
+        Settings; ``measured`` and ``predicted`` of that step, in bytes, ``peak`` being the larger
+        of rollout and update; ``ratio``, predicted over measured; all measured ``steps``.
+    """
+    highest = max(range(len(measured)), key=lambda step: max(measured[step].values()))
+    found, estimate = (
+        {**steps[highest], "peak": max(steps[highest].values())} for steps in (measured, predicted)
+    )
+    return {
+        "settings": asdict(workload),
+        "measured": found,
+        "predicted": estimate,
+        "ratio": {stage: estimate[stage] / found[stage] for stage in found},
+        "steps": measured,
     }
-    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
-    peaks: list[dict[str, int]] = json.loads(run.stdout.splitlines()[-1])
-    # The first step has no optimizer state yet.
-    step = max(range(1, steps), key=lambda each: max(peaks[each].values()))
-    estimate = predicted(WORKLOADS[name], step)
-    ratio = max(estimate.values()) / max(peaks[step].values())
-    return {"measured": peaks[step], "predicted": estimate, "ratio": ratio, "steps": peaks}
+
+
+def print_summary(name: str, result: dict[str, Any]) -> None:
+    """Print a line per stage."""
+    print(f"{name}: predicted / measured bytes above the model")
+    for stage, ratio in result["ratio"].items():
+        predicted, measured = (result[key][stage] / 1e6 for key in ("predicted", "measured"))
+        print(f"  {stage:8} {predicted:.1f} MB / {measured:.1f} MB = {ratio:.2f}")
 
 
 def main() -> None:
-    """Compare the workloads asked for; print and write the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
-    parser.add_argument("--steps", type=int, default=3, help="steps measured of each, 2 or more")
-    parser.add_argument("--out", type=Path, help="where to write the JSON; nowhere by default")
-    parser.add_argument("--measure", choices=list(WORKLOADS), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.steps < 2:
-        parser.error(f"--steps is {arguments.steps}; it must be 2 or more")
-    if arguments.measure:
-        print(json.dumps(measured(WORKLOADS[arguments.measure], arguments.steps)))
-        return
+    """Measure and predict the workloads asked for, print and write the result."""
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--workload", choices=WORKLOADS, action="append", help="by default all")
+    parser.add_argument("--steps", type=count, default=2, help="measured steps of each workload")
+    given = parser.parse_args()
+    # Read when the children start and load torch.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(RETURNED_AT_ONCE)
+    os.environ["OMP_NUM_THREADS"] = str(given.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    names = list(WORKLOADS) if arguments.workload == "all" else [arguments.workload]
-    machine, results = describe_machine(threads=1), {}
-    print("bytes over the model, in MB: measured / predicted")
-    for name in names:
-        results[name] = found = compare(name, arguments.steps)
-        parts = ", ".join(
-            f"{part} {found['measured'][part] / 1e6:.1f} / {found['predicted'][part] / 1e6:.1f}"
-            for part in ("rollout", "update")
-        )
-        print(f"{name:13} {parts}; predicted peak {found['ratio']:.2f} of measured", flush=True)
-    if arguments.out is not None:
-        text = json.dumps({"machine": machine, "workloads": results}, indent=1)
-        arguments.out.write_text(text + "\n")
+    workloads = {name: WORKLOADS[name] for name in given.workload or WORKLOADS}
+    steps = given.steps
+    if given.quick:
+        workloads, steps = {"tiny": shrunk(WORKLOADS["tiny"])}, 1
+
+    def run(name: str) -> dict[str, Any]:
+        workload = workloads[name]
+        measured = in_a_process(measure, workload, steps, given.threads)
+        predicted = [predict(workload, step) for step in range(1, steps + 1)]
+        return summary(workload, measured, predicted)
+
+    run_workloads(workloads, run, print_summary, given.threads, given.out)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from workloads import (
 
 if TYPE_CHECKING:
     from agilerl.llm.generation.decode import PromptBatch
+    from agilerl.typing import ActionResult
 
 
 def run_side(
@@ -75,19 +76,30 @@ class OwnSteps:
             for text in step_prompts(self.workload, number)
         ]
 
+    def rollout(self, prompts: list[Any], number: int) -> ActionResult:
+        """Generate the completions of a step, each as long as the workload says."""
+        with row_limits(completion_lengths(self.workload, number)):
+            return self.agent.get_action(prompts)
+
+    def update(self, result: ActionResult) -> torch.Tensor:
+        """Reward completions and learn from them; returns the rewards ``(P, G)``."""
+        rewards = torch.tensor(
+            [
+                [reward(row[1:][mask].tolist()) for row, mask in zip(ids, masks, strict=True)]
+                for ids, masks in zip(result.completion_ids, result.action_masks, strict=True)
+            ]
+        )
+        self.agent.learn((result.completion_ids, result.action_masks, rewards))
+        return rewards
+
     def step(self, prompts: list[Any], number: int) -> dict[str, Any]:
         """Do one step and report it."""
         timer = StepTimer()
-        with timer.generation(), row_limits(completion_lengths(self.workload, number)):
-            result = self.agent.get_action(prompts)
-        completions = [
-            [row[1:][mask].tolist() for row, mask in zip(ids, masks, strict=True)]
-            for ids, masks in zip(result.completion_ids, result.action_masks, strict=True)
-        ]
-        rewards = torch.tensor([[reward(row) for row in group] for group in completions])
-        self.agent.learn((result.completion_ids, result.action_masks, rewards))
+        with timer.generation():
+            result = self.rollout(prompts, number)
+        rewards = self.update(result)
         seconds = timer.stop()
-        lengths = [len(row) for group in completions for row in group]
+        lengths = [int(row.sum()) for masks in result.action_masks for row in masks]
         return _report(seconds, lengths, rewards.flatten().tolist(), self.memory)
 
 

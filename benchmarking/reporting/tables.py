@@ -1,4 +1,4 @@
-"""Markdown tables made of the JSON of the benchmarks; no figure in them is typed by hand."""
+"""Markdown tables of the results."""
 
 from __future__ import annotations
 
@@ -116,6 +116,23 @@ def _logprob_cell(figures: Result) -> str:
     return f"{_megabytes(figures['memory_bytes'])}, {figures['median_seconds']:.2f} s"
 
 
+def memory_estimate(result: Result) -> str:
+    """Predicted / measured of every workload."""
+    rows = [
+        [
+            f"`{name}`",
+            *(
+                f"{found['predicted'][stage] / 1e6:.0f} MB / "
+                f"{found['measured'][stage] / 1e6:.0f} MB = {found['ratio'][stage]:.2f}"
+                for stage in ("rollout", "update")
+            ),
+            f"{found['ratio']['peak']:.2f}",
+        ]
+        for name, found in result["workloads"].items()
+    ]
+    return table(["workload", "rollout", "update", "peak of both"], rows)
+
+
 def multiturn_cache(result: Result) -> str:
     """Kept / recomputed of every workload."""
     rows = []
@@ -178,6 +195,7 @@ TABLES: dict[str, tuple[str, tuple[Callable[[Result], str], ...]]] = {
     "time_shares": ("time-shares-cpu.json", (time_shares, provenance)),
     "token_cost": ("token-cost-cpu.json", (token_cost, provenance)),
     "logprob_memory": ("logprob-memory-cpu.json", (logprob_memory, provenance)),
+    "memory_estimate": ("memory-estimate-cpu.json", (memory_estimate, provenance)),
     "multiturn_cache": ("multiturn-cache-cpu.json", (multiturn_cache, turns, provenance)),
     "population": ("population-cpu.json", (population, provenance)),
 }

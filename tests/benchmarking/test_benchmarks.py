@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,9 @@ from pathlib import Path
 import bench
 import gpu_sides
 import gpu_step
+import grpo_step
 import logprob_memory
+import memory_estimate
 import multiturn_cache
 import population
 import pytest
@@ -43,7 +46,16 @@ def test_every_script_of_the_command_exists() -> None:
     for name in bench.SCRIPTS:
         words = bench.command(name, quick=True, out=Path("results"), trl=False)
         assert (ROOT / words[1]).is_file() and "--quick" in words
-    assert "--side" in bench.command("grpo_step", quick=False, out=Path("results"), trl=False)
+    words = bench.command("grpo_step", quick=False, out=Path("results"), trl=False)
+    assert grpo_step.parse_arguments(words[2:]).side == "agilerl"
+
+
+def test_commands_of_the_page_name_every_script() -> None:
+    page = (ROOT / "benchmarking" / "README.md").read_text()
+    alone = set(re.findall(r'"--only (\w+)"', page))
+    assert alone == bench.SCRIPTS.keys()
+    for script in re.findall(r"\.venv/bin/python ([\w/]+\.py)", page):
+        assert (ROOT / script).is_file()
 
 
 def test_time_shares_of_a_step() -> None:
@@ -86,6 +98,21 @@ def test_every_side_of_the_log_probs_agrees() -> None:
     found["plain"]["logp_mean"] *= 1.001
     with pytest.raises(RuntimeError, match="logp_mean"):
         logprob_memory._check_equal(found)
+
+
+def test_the_estimate_is_set_against_the_measured_step_with_the_highest_peak() -> None:
+    measured = [{"rollout": 40, "update": 60}, {"rollout": 50, "update": 100}]
+    predicted = [{"rollout": 1, "update": 1}, {"rollout": 60, "update": 90}]
+    found = memory_estimate.summary(TINY, measured, predicted)
+    assert found["measured"] == {"rollout": 50, "update": 100, "peak": 100}
+    assert found["ratio"] == {"rollout": 1.2, "update": 0.9, "peak": 0.9}
+
+
+def test_the_memory_of_a_step_is_measured_and_predicted() -> None:
+    (measured,) = memory_estimate.measure(TINY, steps=1, threads=1)
+    predicted = memory_estimate.predict(TINY, 1)
+    assert list(measured) == list(predicted) == ["rollout", "update"]
+    assert min(predicted.values()) > 0
 
 
 def test_turns_are_played_alike_both_ways() -> None:
