@@ -1,4 +1,4 @@
-"""Benchmarks run in processes of their own, so that none's memory counts for another."""
+"""Run benchmarks in separate processes, so that the memory of one does not count for another."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _run_in_child(*args: Any) -> None:
 def alternate(
     sides: Mapping[str, tuple[str, Workload]], warmup_steps: int, steps: int, threads: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Let sides take turns, a step each, so that a busy moment of the machine hits all of them.
+    """Let sides take turns, one step each, so that other load on the machine affects all of them.
 
     Args:
         sides: By label, the library and its workload, in the order of their turns.

@@ -1,4 +1,4 @@
-"""The two sides of ``gpu_step.py``: ``learn`` of this library, TRL's trainer with ready rollouts.
+"""The two sides of ``gpu_step.py``: ``learn`` of this library, TRL's trainer on given completions.
 
 Each case, an option of one of them, is measured in a process of its own.
 """

@@ -1,11 +1,11 @@
-"""The learn step of 1.5B and 3B models on a GPU: FLOPs utilisation, peak memory of each option.
+"""Time, FLOPs utilization and peak memory of the learn step of 1.5B and 3B models on a GPU.
 
 Qwen2.5's shapes with random weights in bfloat16; prompts of 512 tokens, groups of 8 completions of
-512. Completions are ready-made random tokens, so that a step is what ``learn`` does here and what
-the trainer of TRL does after its rollout. Every case runs in a process of its own. No results of
-this script are committed: the project's machines have no GPU. ``--quick`` runs it on a CPU.
+512. The completions are given random tokens, so that a step is what ``learn`` does in this library
+and what TRL's trainer does after its rollout. Each memory option runs in a process of its own. No
+results of this script are committed. ``--quick`` runs a small model on a CPU.
 
-    python benchmarking/gpu_step.py --out benchmarking/results/NAME.json
+    .venv/bin/python benchmarking/gpu_step.py --out build/gpu-step.json
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Time one full GRPO step (generation, log-probs, update) of this library and of TRL, side by side.
 
-Both sides get the same model, LoRA, prompts, lengths, sampling and reward. Each lives in a process
-of its own that stays up; they take turns, one step each, so that a busy moment of the machine hits
-both. Prints medians, their ratio and the memory each adds to its start, and writes all as JSON.
+Both sides get the same model, LoRA, prompts, lengths, sampling and reward. Each runs in a process
+of its own, and they take turns, one step each, so that other load on the machine affects both.
+Prints medians, their ratios and the memory that each side adds, and writes all as JSON.
 
-    python benchmarking/grpo_step.py --workload all --out benchmarking/results/NAME.json
+    .venv/bin/python benchmarking/grpo_step.py --workload all --out build/grpo-step.json
 """
 
 from __future__ import annotations

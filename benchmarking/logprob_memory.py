@@ -1,14 +1,14 @@
-"""Memory and time of log-probs with their gradient, against vocabulary and number of tokens.
+"""Memory and time of log-probs and their gradient for several vocabularies and lengths.
 
-The same hidden states go through the same frozen head on every side, with entropies, and back to
-the hidden states. Each case runs in a process of its own; the sides take turns from case to case.
+Every side computes log-probs and entropies from the same hidden states with the same frozen head,
+and the gradient of the hidden states. Each case and side runs in a process of its own.
 
-* ``agilerl``: the row tiles of ``agilerl/llm/logprobs.py``
+* ``agilerl``: this library's tiles of logits (``agilerl/llm/logprobs.py``)
 * ``trl``: the head that TRL's trainer adds to the model
 * ``trl, selective_log_softmax``: that function of TRL's on the model's logits, without entropies
 * ``plain``: ``log_softmax`` of the logits
 
-    python benchmarking/logprob_memory.py --out benchmarking/results/NAME.json
+    .venv/bin/python benchmarking/logprob_memory.py --out build/logprob-memory.json
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VOCABULARIES = (8192, 32768, 65536, 151936)
 LENGTHS = (256, 1024, 4096)
 SIDES = ("agilerl", "trl", "trl, selective_log_softmax", "plain")
 COPIES_OF_LOGITS = 5
-"""No side but ours and TRL's trainer is run where so many tensors of the logits do not fit."""
+"""Sides that make all logits are skipped if so many tensors of that size do not fit in memory."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Time the generation of multi-turn episodes with and without the cache kept between turns.
 
-The same scripted episodes are played both ways in turn: the model answers, the script adds its
-feedback, and the whole is the next prompt. Prints CPU seconds and tokens run per turn, their ratio,
-and the memory that a play adds, each way in a process of its own.
+The same episodes are played both ways alternately: the model answers, a script adds feedback, and
+the whole text is the next prompt. Prints CPU seconds and tokens run per turn, the ratios of the two
+ways, and the memory that playing the episodes once adds, each way in a process of its own.
 
-    python benchmarking/multiturn_cache.py --out benchmarking/results/NAME.json
+    .venv/bin/python benchmarking/multiturn_cache.py --out build/multiturn-cache.json
 """
 
 from __future__ import annotations

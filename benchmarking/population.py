@@ -1,9 +1,9 @@
-"""Peak memory and time of a training step of 1, 2, 4 and 8 agents on one base.
+"""Peak memory and time of a training step of 1, 2, 4 and 8 agents on one base model.
 
-Rollouts of a population are one call of the generator (batched), or one after the other. For the
-times both take turns in one process, a step each; every memory peak is of a process of its own.
+The agents' rollouts run in one batch or one by one. To measure times, the two take turns in one
+process, one step each; every memory peak is measured in a process of its own.
 
-    python benchmarking/population.py --out benchmarking/results/NAME.json
+    .venv/bin/python benchmarking/population.py --out build/population.json
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every benchmark does around its workloads: describe the machine, print and write results."""
+"""Common parts of the benchmarks: options, description of the machine, printing and writing."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=count, default=1, help="CPU threads of torch")
-    parser.add_argument("--quick", action="store_true", help="shapes that only show that it runs")
-    parser.add_argument("--out", type=Path, help="where to write the JSON; nowhere by default")
+    parser.add_argument("--quick", action="store_true", help="small shapes, to see that it runs")
+    parser.add_argument("--out", type=Path, help="JSON file to write; by default none")
     return parser
 
 

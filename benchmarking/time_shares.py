@@ -1,9 +1,9 @@
-"""Where the time of this library's step goes: matrix products against everything else.
+"""Share of each kind of operator in the time of a training step, this library alone.
 
-Steps of each workload of ``grpo_step.py`` run under torch's profiler. Matrix products are what
-the model asks for; the rest is the distance to the limit.
+Steps of each workload of ``grpo_step.py`` run alternately with and without torch's profiler. Matrix
+products are needed in any implementation; the other kinds are overhead or can be fused.
 
-    python benchmarking/time_shares.py --out benchmarking/results/NAME.json
+    .venv/bin/python benchmarking/time_shares.py --out build/time-shares.json
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What a step costs against the number of tokens: 1 to 16 times as many, this library alone.
+"""Time and memory of a training step with 1 to 16 times the tokens, this library alone.
 
-The workload ``tiny`` with longer completions and with more prompts. All sizes take turns, each in
-a process of its own. Time and added memory are linear where what one token takes does not grow.
+The workload ``tiny`` with longer completions, then with more prompts. The sizes take turns, each in
+a process of its own. The results include cost per token relative to 1x and the deviation from
+linear growth.
 
-    python benchmarking/token_cost.py --out benchmarking/results/NAME.json
+    .venv/bin/python benchmarking/token_cost.py --out build/token-cost.json
 """
 
 from __future__ import annotations

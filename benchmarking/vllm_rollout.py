@@ -1,12 +1,12 @@
-"""Time rollouts through vLLM and through transformers, and measure what vLLM adds to a step.
+"""Time rollouts through vLLM and through transformers, and what vLLM adds to a training step.
 
-Both generators serve adapters on one base, and take turns, a rollout each. After each of vLLM's
-rollouts its agent learns, so that the next one begins with a sync of the adapter. Reported are
-tokens per second, seconds per sync, what the probe found, the importance weights, and on a GPU the
-memory in use at each stage.
+Both generators serve adapters on one base model and take turns, one rollout each. After each
+rollout through vLLM its agent learns, so that the next one begins by sending the changed adapter to
+vLLM (sync). Reported are tokens per second, seconds per sync, the difference between the log-probs
+of vLLM and of the trainer, the importance weights, and on a GPU the memory in use at each stage.
 
-    OMP_NUM_THREADS=1 python benchmarking/vllm_rollout.py --out benchmarking/results/NAME.json
-    python benchmarking/vllm_rollout.py --device cuda --config qwen2.5-1.5b
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarking/vllm_rollout.py --out build/vllm-rollout.json
+    .venv/bin/python benchmarking/vllm_rollout.py --device cuda --config qwen2.5-1.5b
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What both sides of the benchmark are given: model, LoRA, prompts, reward and settings."""
+"""The workloads of the benchmarks: model, LoRA, prompts, reward and settings."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ WORKLOADS = {workload.name: workload for workload in _ALL}
 
 
 def shrunk(workload: Workload) -> Workload:
-    """The workload with a model and a step as small as they can be, to see that it runs."""
+    """Return the workload with a small model and a small step, to see that it runs."""
     return replace(
         workload,
         vocab_size=260,

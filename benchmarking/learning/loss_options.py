@@ -1,9 +1,9 @@
-"""Train the bundled model on spell_backward with options of the loss, and measure what they do.
+"""Accuracy and entropy of the bundled model trained on spell_backward with options of the loss.
 
 Forty updates on sixteen questions with eight answers each; accuracy is over eight sampled
 answers to each of 150 held-out questions, before and after.
 
-    OMP_NUM_THREADS=1 python benchmarking/learning/loss_options.py --out NAME.json
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarking/learning/loss_options.py --out build/loss.json
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
     for seed in range(args.seeds):
         for name, (agent_class, options) in CASES.items():

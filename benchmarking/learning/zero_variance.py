@@ -1,9 +1,9 @@
-"""What becomes of accuracy when groups without variance are kept, left out or replaced.
+"""Accuracy with groups of equal rewards (zero variance) kept, left out or replaced.
 
-    OMP_NUM_THREADS=1 python benchmarking/learning/zero_variance.py --out NAME.json
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarking/learning/zero_variance.py --out build/zero.json
 
-Trains the agent of examples/grpo_reasoning.py with each setting on equally many prompts that were
-drawn, those that are thrown away included, and scores it on 400 held-out words.
+Trains the agent of examples/grpo_reasoning.py with each setting, draws the same number of prompts,
+those that are left out included, and measures accuracy on 400 held-out words.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     runs: list[dict[str, Any]] = []
     for seed in args.seeds:
         for setting in SETTINGS:

@@ -1,9 +1,9 @@
-"""Make the tables of the pages, and the plots, of the JSON in ``results/``.
+"""Write the tables of the pages, and the plots, from the JSON in ``results/``.
 
-    python benchmarking/reporting/make_report.py
+    .venv/bin/python benchmarking/reporting/make_report.py
 
 A block of a page between ``<!-- made by make_report.py: NAME -->`` and ``<!-- end -->`` is replaced
-by table NAME of ``tables.py``.
+by the table NAME of ``tables.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plots made of the JSON of the benchmarks."""
+"""Plots of the results."""
 
 from __future__ import annotations
 
