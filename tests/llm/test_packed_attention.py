@@ -60,8 +60,10 @@ def dense_attention(
         ({5: [4, 1, 7], 3: [1], 9: [2, 30]}, [3, 0, 5, 2, 4, 1]),
         ({5: [1], 3: [1]}, [1, 0]),
         ({70: [40, 1], 33: [70]}, [0, 2, 1]),
+        ({140: [35, 3], 12: [150, 40], 15: [20], 4: [1]}, [0, 4, 2, 5, 1, 3]),
+        ({3: [2, 2], 4: [9], 5: [2, 2]}, [0, 1, 2, 3, 4]),
     ],
-    ids=["even", "ragged", "single tokens", "long"],
+    ids=["even", "ragged", "single tokens", "long", "of many lengths", "apart"],
 )
 def test_packed_attention_is_that_of_a_dense_mask(
     groups: dict[int, list[int]], order: list[int], key_heads: int, window: int | None
@@ -75,8 +77,8 @@ def test_packed_attention_is_that_of_a_dense_mask(
         torch.randn(tokens, heads, SIZE, dtype=torch.float64, generator=generator).requires_grad_()
         for heads in (4, key_heads, key_heads)
     ]
-    parts = PackedAttention(rows).parts(window, torch.float64)
-    made = attend_packed(*inputs, parts, None)
+    kernels = PackedAttention(rows).kernels(window, torch.float64)
+    made = attend_packed(*inputs, kernels, None)
     expected = dense_attention(batch, rows, *inputs, window)
     torch.testing.assert_close(made, expected, rtol=1e-10, atol=1e-12)
     upstream = torch.randn(made.shape, dtype=torch.float64, generator=generator)
@@ -115,7 +117,7 @@ def test_packed_attention_on_a_gpu_is_that_of_a_dense_mask(
         .requires_grad_()
         for heads in (4, key_heads, key_heads)
     ]
-    made = attend_packed(*inputs, PackedAttention(rows).parts(None, dtype), None)
+    made = attend_packed(*inputs, PackedAttention(rows).kernels(None, dtype), None)
     exact = [tensor.detach().cpu().double().requires_grad_() for tensor in inputs]
     expected = dense_attention(batch, PackedRows.of(batch), *exact, window=None)
     upstream = torch.randn(made.shape, generator=generator)

@@ -7,119 +7,121 @@ they take padded rows, on CUDA devices boundaries of packed ones.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
-from agilerl.llm.forward.packed_rows import Segments
-
-
-class AttentionPart(NamedTuple):
-    """Queries and the keys that they attend to."""
-
-    queries: Segments
-    keys: Segments
-    query_tokens: slice
-    """Of the packed row."""
-    key_tokens: slice
-    causal: bool
-    """Whether queries and keys are the same tokens, which see those before them."""
-    window: int | None = None
-    """Tokens that a token sees, itself included, where there is no mask; None: all."""
-    mask: torch.Tensor | None = None
-    """Broadcasts to ``(R, heads, queries, keys)``, added to the logits; on CPUs."""
-    sees_nothing: torch.Tensor | None = None
-    """``(n,)`` bool: tokens with no key in this part; None: there are none."""
+from agilerl.llm.forward.padded_rows import PaddedRows
 
 
 class AttendingTokens(NamedTuple):
-    """What the tokens of a packed row attend with."""
+    """Queries and the keys that they attend to."""
 
     query: torch.Tensor
-    """``(N, heads, head size)``."""
+    """``(n, heads, head size)``."""
     key: torch.Tensor
-    """``(N, key heads, head size)``; consecutive heads share one where there are fewer."""
+    """``(m, key heads, head size)``; consecutive heads share one where there are fewer."""
     value: torch.Tensor
     """As ``key``."""
     scaling: float | None
     """Factor on the logits; None: one over the square root of the head size."""
 
 
-def part_forward(part: AttentionPart, tokens: AttendingTokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output ``(n, heads, head size)`` and log-sum-exp ``(n, heads)`` of the part's queries.
+class AttentionKernel(Protocol):
+    """Attention between rows of queries and rows of keys, laid out when it is made."""
 
-    Args:
-        part: Which of the tokens attend to which.
-        tokens: All of the packed row.
-    """
-    forward = _cuda_forward if tokens.query.is_cuda else _cpu_forward
-    return forward(part, tokens)
+    def forward(self, tokens: AttendingTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output ``(n, heads, head size)`` and log-sum-exp ``(n, heads)``."""
+        ...
 
+    def backward(
+        self,
+        tokens: AttendingTokens,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        log_sum: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of queries, keys and values.
 
-def part_backward(
-    part: AttentionPart,
-    gradient: torch.Tensor,
-    tokens: AttendingTokens,
-    out: torch.Tensor,
-    log_sum: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the part's queries, keys and values.
-
-    Args:
-        part: As in the forward.
-        gradient: ``(N, heads, head size)``, of the output.
-        tokens: As in the forward.
-        out: ``(N, heads, head size)``, of the softmax over all keys of a query.
-        log_sum: ``(n, heads)`` log-sum-exp over all keys of the part's queries.
-    """
-    backward = _cuda_backward if tokens.query.is_cuda else _cpu_backward
-    return backward(part, gradient, tokens, out, log_sum)
+        Args:
+            tokens: As in the forward.
+            gradient: ``(n, heads, head size)``, of the output.
+            out: ``(n, heads, head size)``, of the softmax over all keys of a query, here or not.
+            log_sum: ``(n, heads)`` log-sum-exp over the same keys.
+        """
+        ...
 
 
-def _cpu_forward(part: AttentionPart, tokens: AttendingTokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of padded rows."""
-    q, k, v = _heads_first(part, tokens)
-    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, part.causal, attn_mask=part.mask, scale=tokens.scaling
-    )
-    out = part.queries.unpadded(out.transpose(1, 2))
-    log_sum = part.queries.unpadded(log_sum.transpose(1, 2))
-    if part.sees_nothing is not None:
-        log_sum = log_sum.masked_fill(part.sees_nothing[:, None], -torch.inf)
-    return out, log_sum
+@dataclass(frozen=True)
+class PaddedBlock:
+    """Some rows that run in one call on a CPU."""
+
+    queries: PaddedRows
+    keys: PaddedRows
+    causal: bool
+    """Whether queries and keys are the same tokens, which see those before them."""
+    mask: torch.Tensor | None = None
+    """Broadcasts to ``(R, heads, queries, keys)``, added to the logits."""
+    sees_nothing: torch.Tensor | None = None
+    """``(R, queries)`` bool: which queries have no key here; None: there are none."""
 
 
-def _cpu_backward(
-    part: AttentionPart,
-    gradient: torch.Tensor,
-    tokens: AttendingTokens,
-    out: torch.Tensor,
-    log_sum: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of padded rows."""
-    q, k, v = _heads_first(part, tokens)
-    # Padding must add nothing to the keys: neither a gradient nor a weight.
-    padded_gradient = part.queries.padded(gradient[part.query_tokens], 0.0).transpose(1, 2)
-    padded_out = part.queries.padded(out[part.query_tokens]).transpose(1, 2)
-    padded_sum = part.queries.padded(log_sum, torch.inf).transpose(1, 2)
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        padded_gradient, q, k, v, padded_out, padded_sum, 0.0, part.causal,
-        attn_mask=part.mask, scale=tokens.scaling,
-    )  # fmt: skip
-    of_query, of_key, of_value = (grad.transpose(1, 2) for grad in grads)
-    return (
-        part.queries.unpadded(of_query),
-        part.keys.unpadded(_of_own_heads(of_key, tokens.key.shape[1])),
-        part.keys.unpadded(_of_own_heads(of_value, tokens.value.shape[1])),
-    )
+@dataclass(frozen=True)
+class PaddedAttention:
+    """torch's fused kernel for CPUs, on one block after the other."""
+
+    blocks: list[PaddedBlock]
+
+    def forward(self, tokens: AttendingTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :class:`AttentionKernel` has it."""
+        out = torch.empty_like(tokens.query)
+        log_sum = out.new_empty(out.shape[:2])
+        for block in self.blocks:
+            of_block, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *_heads_first(block, tokens), 0.0, block.causal,
+                attn_mask=block.mask, scale=tokens.scaling,
+            )  # fmt: skip
+            if block.sees_nothing is not None:
+                sums = sums.masked_fill(block.sees_nothing[:, None], -torch.inf)
+            block.queries.put(out, of_block.transpose(1, 2))
+            block.queries.put(log_sum, sums.transpose(1, 2).to(log_sum.dtype))
+        return out, log_sum
+
+    def backward(
+        self,
+        tokens: AttendingTokens,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        log_sum: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :class:`AttentionKernel` has it."""
+        of_query = torch.empty_like(tokens.query)
+        # Keys that nothing attends to are in no block.
+        of_key, of_value = torch.zeros_like(tokens.key), torch.zeros_like(tokens.value)
+        for block in self.blocks:
+            # Padding must add nothing to the keys: neither a gradient nor a weight.
+            operands = (
+                block.queries.take(gradient, 0.0), block.queries.take(out),
+                block.queries.take(log_sum, torch.inf),
+            )  # fmt: skip
+            of_out, block_out, sums = (operand.transpose(1, 2) for operand in operands)
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                of_out, *_heads_first(block, tokens), block_out, sums, 0.0, block.causal,
+                attn_mask=block.mask, scale=tokens.scaling,
+            )  # fmt: skip
+            query, key, value = (grad.transpose(1, 2) for grad in grads)
+            block.queries.put(of_query, query)
+            block.keys.put(of_key, _of_own_heads(key, of_key.shape[1]))
+            block.keys.put(of_value, _of_own_heads(value, of_value.shape[1]))
+        return of_query, of_key, of_value
 
 
 def _heads_first(
-    part: AttentionPart, tokens: AttendingTokens
+    block: PaddedBlock, tokens: AttendingTokens
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Padded ``(R, heads, W, head size)``; keys and values repeated for the heads that share."""
-    q = part.queries.padded(tokens.query[part.query_tokens])
-    k, v = (part.keys.padded(tensor[part.key_tokens]) for tensor in (tokens.key, tokens.value))
+    q, k, v = block.queries.take(tokens.query), *map(block.keys.take, (tokens.key, tokens.value))
     sharing = q.shape[2] // k.shape[2]
     if sharing > 1:
         k, v = (tensor.repeat_interleave(sharing, dim=2) for tensor in (k, v))
@@ -134,39 +136,53 @@ def _of_own_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
     return gradient.reshape(rows, width, heads, repeated // heads, size).sum(3)
 
 
-def _cuda_forward(
-    part: AttentionPart, tokens: AttendingTokens
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
-        tokens.query[part.query_tokens], tokens.key[part.key_tokens],
-        tokens.value[part.key_tokens],
-        part.queries.boundaries, part.keys.boundaries, part.queries.width, part.keys.width,
-        0.0, part.causal, False, scale=tokens.scaling, **_window(part),
-    )  # fmt: skip
-    return out, log_sum.transpose(0, 1)
+class Boundaries(NamedTuple):
+    """Consecutive rows of tokens."""
+
+    starts: torch.Tensor
+    """``(R + 1,)`` int32: where each row begins, and the last one ends."""
+    longest: int
+    """Tokens."""
 
 
-def _cuda_backward(
-    part: AttentionPart,
-    gradient: torch.Tensor,
-    tokens: AttendingTokens,
-    out: torch.Tensor,
-    log_sum: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # For dropout, which there is none of.
-    random_state = torch.zeros(2, dtype=torch.uint64, device=tokens.query.device)
-    nothing = torch.empty(0, device=tokens.query.device)
-    of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
-        gradient[part.query_tokens], tokens.query[part.query_tokens],
-        tokens.key[part.key_tokens], tokens.value[part.key_tokens],
-        out[part.query_tokens], log_sum.transpose(0, 1).contiguous(),
-        part.queries.boundaries, part.keys.boundaries, part.queries.width, part.keys.width,
-        0.0, part.causal, random_state, nothing, scale=tokens.scaling, **_window(part),
-    )  # fmt: skip
-    return of_query, of_key, of_value
+@dataclass(frozen=True)
+class VarlenAttention:
+    """torch's FlashAttention for packed rows on a CUDA device."""
 
+    queries: Boundaries
+    keys: Boundaries
+    causal: bool
+    """Whether queries and keys are the same tokens, which see those before them."""
+    window: int | None = None
+    """Tokens that a token sees, itself included; None: all."""
 
-def _window(part: AttentionPart) -> dict[str, int]:
-    if part.window is None:
-        return {"window_size_left": -1, "window_size_right": -1}
-    return {"window_size_left": part.window - 1, "window_size_right": 0}
+    def forward(self, tokens: AttendingTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :class:`AttentionKernel` has it."""
+        out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
+            *tokens[:3], self.queries.starts, self.keys.starts, self.queries.longest,
+            self.keys.longest, 0.0, self.causal, False, scale=tokens.scaling, **self._window(),
+        )  # fmt: skip
+        return out, log_sum.transpose(0, 1)
+
+    def backward(
+        self,
+        tokens: AttendingTokens,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        log_sum: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :class:`AttentionKernel` has it."""
+        # For dropout, which there is none of.
+        random_state = torch.zeros(2, dtype=torch.uint64, device=out.device)
+        nothing = torch.empty(0, device=out.device)
+        of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
+            gradient, *tokens[:3], out, log_sum.transpose(0, 1).contiguous(),
+            self.queries.starts, self.keys.starts, self.queries.longest, self.keys.longest,
+            0.0, self.causal, random_state, nothing, scale=tokens.scaling, **self._window(),
+        )  # fmt: skip
+        return of_query, of_key, of_value
+
+    def _window(self) -> dict[str, int]:
+        if self.window is None:
+            return {"window_size_left": -1, "window_size_right": -1}
+        return {"window_size_left": self.window - 1, "window_size_right": 0}

@@ -13,10 +13,11 @@ the gradient of the whole softmax.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,13 +28,27 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from agilerl.llm.forward.attention_kernels import (
     AttendingTokens,
-    AttentionPart,
-    part_backward,
-    part_forward,
+    AttentionKernel,
+    Boundaries,
+    PaddedAttention,
+    PaddedBlock,
+    VarlenAttention,
 )
-from agilerl.llm.forward.packed_rows import PackedRows, Segments
+from agilerl.llm.forward.packed_rows import PackedRows
+from agilerl.llm.forward.padded_rows import PaddedRows, rows_together
 
 _NAME = "agilerl_packed"
+
+
+class PackedKernels(NamedTuple):
+    """How packed tokens attend."""
+
+    own: AttentionKernel
+    """Prompts and completions, each to itself."""
+    prefix: AttentionKernel | None
+    """Completions to their prompts; None: none has a token that predicts another."""
+    prompt_tokens: int
+    """Tokens of all prompts, which are the first."""
 
 
 @dataclass
@@ -41,72 +56,112 @@ class PackedAttention:
     """Which tokens of packed rows attend to which, by sliding window."""
 
     rows: PackedRows
-    _parts: dict[tuple[int | None, torch.dtype], list[AttentionPart]] = field(default_factory=dict)
+    _kernels: dict[tuple[int | None, torch.dtype], PackedKernels] = field(default_factory=dict)
 
-    def parts(self, window: int | None, dtype: torch.dtype) -> list[AttentionPart]:
-        """Prompts with themselves, then completions with themselves and with their prompts.
+    def kernels(self, window: int | None, dtype: torch.dtype) -> PackedKernels:
+        """How tokens attend in a layer.
 
         Args:
             window: Tokens that a token attends to, itself included; None: all.
             dtype: Of masks.
         """
-        if window is not None and window >= self.rows.longest_row:
+        rows = self.rows
+        if window is not None and window >= rows.longest_row:
             window = None
-        if (window, dtype) not in self._parts:
-            self._parts[window, dtype] = self._make_parts(window, dtype)
-        return self._parts[window, dtype]
-
-    def _make_parts(self, window: int | None, dtype: torch.dtype) -> list[AttentionPart]:
-        rows = self.rows
-        prompts, others = slice(0, rows.prompt_tokens), slice(rows.prompt_tokens, None)
-        device = rows.positions.device
-
-        def own(segments: Segments, tokens: slice) -> AttentionPart:
-            if window is None or device.type != "cpu":
-                return AttentionPart(segments, segments, tokens, tokens, True, window)
-            place = torch.arange(segments.width, device=device)
-            distance = place[:, None] - place
-            mask = _additive((distance >= 0) & (distance < window), dtype)[None, None]
-            return AttentionPart(segments, segments, tokens, tokens, False, mask=mask)
-
-        made = [own(rows.prompts, prompts)]
-        if rows.completions is None or rows.continuations is None:
-            return made
-        made.append(own(rows.completions, others))
-        mask = sees_nothing = None
-        if device.type == "cpu":
-            mask, sees_nothing = self._prompt_mask(rows.continuations, window, dtype)
-        elif window is not None:
-            raise NotImplementedError("a kernel whose windows begin in another sequence")
-        made.append(
-            AttentionPart(
-                rows.continuations,
-                rows.prompts,
-                others,
-                prompts,
-                False,
-                mask=mask,
-                sees_nothing=sees_nothing,
+        if (window, dtype) not in self._kernels:
+            make = _padded_kernels if rows.positions.device.type == "cpu" else _varlen_kernels
+            own, prefix = make(rows, window, dtype)
+            kernels = PackedKernels(
+                own, prefix if any(rows.completions) else None, rows.prompt_tokens
             )
-        )
-        return made
+            self._kernels[window, dtype] = kernels
+        return self._kernels[window, dtype]
 
-    def _prompt_mask(
-        self, continuations: Segments, window: int | None, dtype: torch.dtype
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Which tokens of its prompt each token of a completion sees."""
-        rows = self.rows
-        visible = None
-        if rows.prompts.padding is not None:
-            visible = ~rows.prompts.padding.view(rows.prompts.rows, 1, -1)
-        if window is None:
-            return None if visible is None else _additive(visible[:, None], dtype), None
-        keys = torch.arange(rows.prompts.width, device=rows.positions.device)
-        queries = continuations.padded(rows.positions[0, rows.prompt_tokens :])
-        near = queries[:, :, None] - keys < window
-        visible = near if visible is None else near & visible
-        sees_nothing = continuations.unpadded(~visible.any(-1))
-        return _additive(visible[:, None], dtype), sees_nothing
+
+def _varlen_kernels(
+    rows: PackedRows, window: int | None, dtype: torch.dtype
+) -> tuple[AttentionKernel, AttentionKernel]:
+    if window is not None and any(rows.completions):
+        raise NotImplementedError("a kernel whose windows begin in another sequence")
+
+    def boundaries(lengths: Sequence[int]) -> Boundaries:
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return Boundaries(starts.to(rows.positions.device), max(lengths))
+
+    own = boundaries([*rows.prompts, *rows.completions])
+    continuations, prompts = boundaries(rows.continuations), boundaries(rows.prompts)
+    return (
+        VarlenAttention(own, own, causal=True, window=window),
+        VarlenAttention(continuations, prompts, causal=False),
+    )
+
+
+def _padded_kernels(
+    rows: PackedRows, window: int | None, dtype: torch.dtype
+) -> tuple[AttentionKernel, AttentionKernel]:
+    device = rows.positions.device
+
+    def own(lengths: Sequence[int], starts: Sequence[int]) -> Iterator[PaddedBlock]:
+        for together in rows_together(lengths):
+            tokens = _some_rows(together, starts, lengths, device)
+            mask = None
+            if window is not None and window < tokens.width:
+                place = torch.arange(tokens.width, device=device)
+                distance = place[:, None] - place
+                mask = _additive((distance >= 0) & (distance < window), dtype)[None, None]
+            yield PaddedBlock(tokens, tokens, causal=mask is None, mask=mask)
+
+    def prefix() -> Iterator[PaddedBlock]:
+        starts, prompt_starts = _starts(rows.continuations), _starts(rows.prompts)
+        positions = rows.positions[0, rows.prompt_tokens :]
+        for together in rows_together(rows.continuations, rows.prompts):
+            queries = _some_rows(together, starts, rows.continuations, device)
+            keys = _some_rows(together, prompt_starts, rows.prompts, device)
+            visible = _visible_keys(queries, keys, positions, window)
+            mask = nothing = None
+            if visible is not None:
+                mask = _additive(visible[:, None], dtype)
+                nothing = None if window is None else ~visible.any(-1)
+            yield PaddedBlock(queries, keys, causal=False, mask=mask, sees_nothing=nothing)
+
+    blocks = [*own(rows.prompts, _starts(rows.prompts))]
+    blocks += own(rows.completions, _starts(rows.completions, rows.prompt_tokens))
+    return PaddedAttention(blocks), PaddedAttention(list(prefix()))
+
+
+def _starts(lengths: Sequence[int], first: int = 0) -> list[int]:
+    """Where each of consecutive rows begins."""
+    return list(accumulate(lengths, initial=first))[:-1]
+
+
+def _some_rows(
+    chosen: Sequence[int], starts: Sequence[int], lengths: Sequence[int], device: torch.device
+) -> PaddedRows:
+    return PaddedRows.of([starts[row] for row in chosen], [lengths[row] for row in chosen], device)
+
+
+def _visible_keys(
+    queries: PaddedRows, keys: PaddedRows, positions: torch.Tensor, window: int | None
+) -> torch.Tensor | None:
+    """Which tokens of its prompt each token of a completion sees, ``(R, queries or 1, keys)``.
+
+    Args:
+        queries: Tokens of completions.
+        keys: Tokens of their prompts.
+        positions: Of all tokens of completions in their rows.
+        window: As :meth:`PackedAttention.kernels` has it.
+
+    Returns:
+        None: all.
+    """
+    visible = None
+    if keys.padding is not None:
+        visible = ~keys.padding.view(keys.rows, 1, keys.width)
+    if window is None:
+        return visible
+    place = torch.arange(keys.width, device=positions.device)
+    near = queries.take(positions)[:, :, None] - place < window
+    return near if visible is None else near & visible
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -164,9 +219,9 @@ def _attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    parts = attention.parts(sliding_window, query.dtype)
+    kernels = attention.kernels(sliding_window, query.dtype)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attend_packed(q, k, v, parts, scaling)[None], None
+    return attend_packed(q, k, v, kernels, scaling)[None], None
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -185,7 +240,7 @@ def attend_packed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    parts: list[AttentionPart],
+    kernels: PackedKernels,
     scaling: float | None,
 ) -> torch.Tensor:
     """Attention ``(N, heads, head size)`` of packed tokens.
@@ -194,10 +249,10 @@ def attend_packed(
         query: ``(N, heads, head size)``.
         key: ``(N, key heads, head size)``; consecutive heads share one where there are fewer.
         value: As ``key``.
-        parts: Which tokens attend to which, from :meth:`PackedAttention.parts`.
+        kernels: Which tokens attend to which, from :meth:`PackedAttention.kernels`.
         scaling: Factor on the logits; None: one over the square root of the head size.
     """
-    out: torch.Tensor = _PackedAttention.apply(query, key, value, parts, scaling)
+    out: torch.Tensor = _PackedAttention.apply(query, key, value, kernels, scaling)
     return out
 
 
@@ -210,36 +265,36 @@ class _PackedAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        parts: list[AttentionPart],
+        kernels: PackedKernels,
         scaling: float | None,
     ) -> torch.Tensor:
-        tokens = AttendingTokens(query, key, value, scaling)
-        outputs = [part_forward(part, tokens) for part in parts]
-        out = torch.empty_like(query)
-        log_sums = [outputs[0][1]]
-        out[parts[0].query_tokens] = outputs[0][0]
-        if len(parts) > 1:
-            (own, own_sum), (prompt, prompt_sum) = outputs[1:]
-            log_sum = torch.logaddexp(own_sum, prompt_sum)
-            own_share = own_sum.sub_(log_sum).exp_()[..., None]
-            prompt_share = prompt_sum.sub_(log_sum).exp_()[..., None]
-            merged = torch.mul(own, own_share, out=out[parts[1].query_tokens])
-            merged.addcmul_(prompt, prompt_share)
-            log_sums += [log_sum, log_sum]
-        ctx.save_for_backward(query, key, value, out, *log_sums)
-        ctx.parts, ctx.scaling = parts, scaling
+        out, log_sum = kernels.own.forward(AttendingTokens(query, key, value, scaling))
+        if kernels.prefix is not None:
+            p = kernels.prompt_tokens
+            prefix, prefix_sum = kernels.prefix.forward(
+                AttendingTokens(query[p:], key[:p], value[:p], scaling)
+            )
+            whole_sum = torch.logaddexp(log_sum[p:], prefix_sum)
+            out[p:].mul_((log_sum[p:] - whole_sum).exp_()[..., None])
+            out[p:].addcmul_(prefix, prefix_sum.sub_(whole_sum).exp_()[..., None])
+            log_sum[p:] = whole_sum
+        ctx.save_for_backward(query, key, value, out, log_sum)
+        ctx.kernels, ctx.scaling = kernels, scaling
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, out, *log_sums = ctx.saved_tensors
+        query, key, value, out, log_sum = ctx.saved_tensors
+        kernels: PackedKernels = ctx.kernels
         tokens = AttendingTokens(query, key, value, ctx.scaling)
-        grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        for number, (part, log_sum) in enumerate(zip(ctx.parts, log_sums, strict=True)):
-            found = part_backward(part, gradient, tokens, out, log_sum)
-            regions = (part.query_tokens, part.key_tokens, part.key_tokens)
-            for grad, region, of_part in zip(grads, regions, found, strict=True):
-                # The first two parts are all queries and all keys, each once.
-                grad[region].copy_(of_part) if number < 2 else grad[region].add_(of_part)
-        return *grads, None, None
+        of_query, of_key, of_value = kernels.own.backward(tokens, gradient, out, log_sum)
+        if kernels.prefix is not None:
+            p = kernels.prompt_tokens
+            tokens = AttendingTokens(query[p:], key[:p], value[:p], ctx.scaling)
+            found = kernels.prefix.backward(tokens, gradient[p:], out[p:], log_sum[p:])
+            for grad, of_prefix in zip(
+                (of_query[p:], of_key[:p], of_value[:p]), found, strict=True
+            ):
+                grad.add_(of_prefix)
+        return of_query, of_key, of_value, None, None

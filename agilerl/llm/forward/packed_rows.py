@@ -10,61 +10,6 @@ from agilerl.llm.batch import TrainBatch
 
 
 @dataclass(frozen=True)
-class Segments:
-    """Consecutive tokens as rows ``(R, W)`` of different lengths, right-padded.
-
-    Lengths ``[3, 1]``::
-
-        slot_of_token  [0, 1, 2, 3]
-        token_of_slot  [0, 1, 2, 3, 0, 0]
-        padding        [F, F, F, F, T, T]
-        boundaries     [0, 3, 4]
-
-    Where no row needs padding, the first three are None.
-    """
-
-    rows: int
-    width: int
-    boundaries: torch.Tensor
-    """``(R + 1,)`` int32: where each row begins, and the last one ends."""
-    token_of_slot: torch.Tensor | None = None
-    """``(R·W,)`` long."""
-    slot_of_token: torch.Tensor | None = None
-    """``(n,)`` long."""
-    padding: torch.Tensor | None = None
-    """``(R·W,)`` bool."""
-
-    @classmethod
-    def of_lengths(cls, lengths: torch.Tensor) -> Segments:
-        """Rows of these lengths ``(R,)``, one behind the other."""
-        rows, width = len(lengths), int(lengths.max())
-        boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-        if bool((lengths == width).all()):
-            return cls(rows, width, boundaries)
-        row, offset = _row_and_offset(lengths)
-        slot_of_token = row * width + offset
-        token_of_slot = torch.zeros(rows * width, dtype=torch.long, device=lengths.device)
-        token_of_slot[slot_of_token] = torch.arange(len(row), device=lengths.device)
-        padding = torch.ones(rows * width, dtype=torch.bool, device=lengths.device)
-        padding[slot_of_token] = False
-        return cls(rows, width, boundaries, token_of_slot, slot_of_token, padding)
-
-    def padded(self, tokens: torch.Tensor, fill: float | None = None) -> torch.Tensor:
-        """``(n, ...)`` to ``(R, W, ...)``; padding is ``fill``, or any token where it is None."""
-        if self.token_of_slot is not None:
-            tokens = tokens.index_select(0, self.token_of_slot)
-            if fill is not None:
-                assert self.padding is not None
-                tokens[self.padding] = fill
-        return tokens.reshape(self.rows, self.width, *tokens.shape[1:])
-
-    def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
-        """``(R, W, ...)`` to ``(n, ...)``."""
-        flat = rows.reshape(self.rows * self.width, *rows.shape[2:])
-        return flat if self.slot_of_token is None else flat.index_select(0, self.slot_of_token)
-
-
-@dataclass(frozen=True)
 class PackedRows:
     """The tokens of a batch in one row: ``n_p`` of the distinct prompts, then ``n_c`` others.
 
@@ -77,16 +22,19 @@ class PackedRows:
     """``(1, N)`` long: of each token in its row."""
     predictors: torch.Tensor
     """``(actions,)`` long: the token whose hidden state predicts each of ``batch.targets``."""
-    prompts: Segments
-    """A row per distinct prompt."""
-    completions: Segments | None
-    """A row per completion; None: none has a token that predicts another."""
-    continuations: Segments | None
-    """The same tokens, a row per distinct prompt with those of all its completions."""
-    prompt_tokens: int
-    """``n_p``."""
+    prompts: list[int]
+    """Tokens of each distinct prompt."""
+    completions: list[int]
+    """Of each completion, in the order of their prompts, the tokens that predict another."""
+    continuations: list[int]
+    """Of each distinct prompt, the tokens of all its completions together."""
     longest_row: int
     """Tokens."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """``n_p``."""
+        return sum(self.prompts)
 
     @classmethod
     def of(cls, batch: TrainBatch) -> PackedRows:
@@ -102,10 +50,10 @@ class PackedRows:
         row = order[completion]
         positions = batch.prompt_lengths[row] + offset
 
-        prompt_tokens = len(prompt)
         starts = torch.empty_like(lengths)
-        starts[order] = prompt_tokens + lengths.cumsum(0) - lengths
-        packed = cls(
+        starts[order] = len(prompt) + lengths.cumsum(0) - lengths
+        of_prompts = torch.zeros_like(prompt_lengths).index_add(0, row_prompt[order], lengths)
+        return cls(
             token_ids=torch.cat(
                 [
                     batch.token_ids[first_row[prompt], prompt_positions],
@@ -114,21 +62,10 @@ class PackedRows:
             )[None],
             positions=torch.cat([prompt_positions, positions])[None],
             predictors=_predictors(batch, starts, prompt_lengths.cumsum(0)[row_prompt] - 1),
-            prompts=Segments.of_lengths(prompt_lengths),
-            completions=None,
-            continuations=None,
-            prompt_tokens=prompt_tokens,
+            prompts=prompt_lengths.tolist(),
+            completions=lengths.tolist(),
+            continuations=of_prompts.tolist(),
             longest_row=int(batch.lengths.max()) - 1,
-        )
-        if not len(row):
-            return packed
-        tokens_of_prompt = torch.zeros_like(prompt_lengths).index_add(0, row_prompt[order], lengths)
-        return cls(
-            **{
-                **vars(packed),
-                "completions": Segments.of_lengths(lengths),
-                "continuations": Segments.of_lengths(tokens_of_prompt),
-            }
         )
 
 

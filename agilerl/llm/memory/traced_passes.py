@@ -26,7 +26,7 @@ from agilerl.llm.adapters import default_lora_config
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.causal_lm import find_head
 from agilerl.llm.forward.hidden_states import packed_rows_hidden_states
-from agilerl.llm.forward.packed_rows import PackedRows, Segments
+from agilerl.llm.forward.packed_rows import PackedRows
 from agilerl.llm.forward.recomputation import recomputed_layers
 from agilerl.llm.generation.kv_cache.growing_cache import GrowingCache
 from agilerl.llm.logprobs import DEFAULT_TILE_COLUMNS, TILE_COLUMNS, token_logprobs
@@ -229,18 +229,12 @@ def _packed(settings: MemorySettings, mode: FakeTensorMode) -> PackedRows:
     index = torch.arange(len(completions)) // settings.group_size
     ids = torch.zeros(len(lengths), len(tokens), dtype=torch.long)
     rows = PackedRows.of(TrainBatch(ids, inside, lengths, prompts, index, inside))
-    return replace(rows, **_as_fake(rows, mode))
-
-
-def _as_fake(record: PackedRows | Segments, mode: FakeTensorMode) -> dict[str, Any]:
-    """The fields of a record that are tensors, or records of such, as fake tensors."""
-    fake: dict[str, Any] = {}
-    for name, value in vars(record).items():
-        if isinstance(value, torch.Tensor):
-            fake[name] = mode.from_tensor(value)
-        elif isinstance(value, Segments):
-            fake[name] = replace(value, **_as_fake(value, mode))
-    return fake
+    return replace(
+        rows,
+        token_ids=mode.from_tensor(rows.token_ids),
+        positions=mode.from_tensor(rows.positions),
+        predictors=mode.from_tensor(rows.predictors),
+    )
 
 
 def _rows_and_width(settings: MemorySettings) -> tuple[int, int]:
