@@ -101,19 +101,24 @@ def test_each_action_is_predicted_by_the_token_before_it() -> None:
     assert rows.predictors.tolist() == [3, 6, 5, 7, 8, 5]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("key_heads", [4, 2])
-def test_packed_attention_on_a_gpu_is_that_of_a_dense_mask(
-    key_heads: int, dtype: torch.dtype
+def test_packed_attention_in_half_precision_is_that_of_a_dense_mask(
+    key_heads: int, dtype: torch.dtype, device: str
 ) -> None:
     batch = batch_of({70: [40, 1, 3], 33: [70], 5: [1]}, [0, 3, 2, 4, 1])
-    rows = PackedRows.of(batch.to("cuda"))
+    rows = PackedRows.of(batch.to(device))
     generator = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(rows.token_ids.shape[1], heads, SIZE, generator=generator)
-        .to("cuda", dtype)
+        .to(device, dtype)
         .requires_grad_()
         for heads in (4, key_heads, key_heads)
     ]
@@ -121,7 +126,7 @@ def test_packed_attention_on_a_gpu_is_that_of_a_dense_mask(
     exact = [tensor.detach().cpu().double().requires_grad_() for tensor in inputs]
     expected = dense_attention(batch, PackedRows.of(batch), *exact, window=None)
     upstream = torch.randn(made.shape, generator=generator)
-    found = torch.autograd.grad(made, inputs, upstream.to("cuda", dtype))
+    found = torch.autograd.grad(made, inputs, upstream.to(device, dtype))
     theirs = torch.autograd.grad(expected, exact, upstream.double())
     for mine, other in zip((made, *found), (expected, *theirs), strict=True):
         difference = (mine.detach().cpu().double() - other).norm() / other.norm()

@@ -28,6 +28,14 @@ class AttendingTokens(NamedTuple):
     """Factor on the logits; None: one over the square root of the head size."""
 
 
+class AttentionGradients(NamedTuple):
+    """Of :class:`AttendingTokens`, in the same shapes."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
 class AttentionKernel(Protocol):
     """Attention between rows of queries and rows of keys, laid out when it is made."""
 
@@ -41,7 +49,8 @@ class AttentionKernel(Protocol):
         gradient: torch.Tensor,
         out: torch.Tensor,
         log_sum: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        into: AttentionGradients | None = None,
+    ) -> AttentionGradients:
         """Gradients of queries, keys and values.
 
         Args:
@@ -49,6 +58,7 @@ class AttentionKernel(Protocol):
             gradient: ``(n, heads, head size)``, of the output.
             out: ``(n, heads, head size)``, of the softmax over all keys of a query, here or not.
             log_sum: ``(n, heads)`` log-sum-exp over the same keys.
+            into: What to add them to, and return; None: new ones, for rows that are all tokens.
         """
         ...
 
@@ -76,7 +86,9 @@ class PaddedAttention:
     def forward(self, tokens: AttendingTokens) -> tuple[torch.Tensor, torch.Tensor]:
         """As :class:`AttentionKernel` has it."""
         out = torch.empty_like(tokens.query)
-        log_sum = out.new_empty(out.shape[:2])
+        # The kernel's, whatever the dtype of its output.
+        wide = torch.promote_types(out.dtype, torch.float32)
+        log_sum = out.new_empty(out.shape[:2], dtype=wide)
         for block in self.blocks:
             of_block, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *_heads_first(block, tokens), 0.0, block.causal,
@@ -85,7 +97,7 @@ class PaddedAttention:
             if block.sees_nothing is not None:
                 sums = sums.masked_fill(block.sees_nothing[:, None], -torch.inf)
             block.queries.put(out, of_block.transpose(1, 2))
-            block.queries.put(log_sum, sums.transpose(1, 2).to(log_sum.dtype))
+            block.queries.put(log_sum, sums.transpose(1, 2))
         return out, log_sum
 
     def backward(
@@ -94,11 +106,10 @@ class PaddedAttention:
         gradient: torch.Tensor,
         out: torch.Tensor,
         log_sum: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        into: AttentionGradients | None = None,
+    ) -> AttentionGradients:
         """As :class:`AttentionKernel` has it."""
-        of_query = torch.empty_like(tokens.query)
-        # Keys that nothing attends to are in no block.
-        of_key, of_value = torch.zeros_like(tokens.key), torch.zeros_like(tokens.value)
+        found = into or AttentionGradients(*map(torch.empty_like, tokens[:3]))
         for block in self.blocks:
             # Padding must add nothing to the keys: neither a gradient nor a weight.
             operands = (
@@ -110,11 +121,11 @@ class PaddedAttention:
                 of_out, *_heads_first(block, tokens), block_out, sums, 0.0, block.causal,
                 attn_mask=block.mask, scale=tokens.scaling,
             )  # fmt: skip
-            query, key, value = (grad.transpose(1, 2) for grad in grads)
-            block.queries.put(of_query, query)
-            block.keys.put(of_key, _of_own_heads(key, of_key.shape[1]))
-            block.keys.put(of_value, _of_own_heads(value, of_value.shape[1]))
-        return of_query, of_key, of_value
+            rows = (block.queries, block.keys, block.keys)
+            for each, total, grad in zip(rows, found, grads, strict=True):
+                own = _of_own_heads(grad.transpose(1, 2), total.shape[1])
+                each.put(total, own, add=into is not None)
+        return found
 
 
 def _heads_first(
@@ -129,7 +140,7 @@ def _heads_first(
 
 
 def _of_own_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
-    """Gradient ``(R, W, heads, head size)`` of keys from that of repeated ones."""
+    """Gradient ``(R, W, heads, head size)`` from that of heads that were repeated."""
     rows, width, repeated, size = gradient.shape
     if repeated == heads:
         return gradient
@@ -170,17 +181,22 @@ class VarlenAttention:
         gradient: torch.Tensor,
         out: torch.Tensor,
         log_sum: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        into: AttentionGradients | None = None,
+    ) -> AttentionGradients:
         """As :class:`AttentionKernel` has it."""
         # For dropout, which there is none of.
         random_state = torch.zeros(2, dtype=torch.uint64, device=out.device)
         nothing = torch.empty(0, device=out.device)
-        of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
+        found = torch.ops.aten._flash_attention_backward(
             gradient, *tokens[:3], out, log_sum.transpose(0, 1).contiguous(),
             self.queries.starts, self.keys.starts, self.queries.longest, self.keys.longest,
             0.0, self.causal, random_state, nothing, scale=tokens.scaling, **self._window(),
         )  # fmt: skip
-        return of_query, of_key, of_value
+        if into is None:
+            return AttentionGradients(*found)
+        for total, grad in zip(into, found, strict=True):
+            total.add_(grad)
+        return into
 
     def _window(self) -> dict[str, int]:
         if self.window is None:

@@ -28,6 +28,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from agilerl.llm.forward.attention_kernels import (
     AttendingTokens,
+    AttentionGradients,
     AttentionKernel,
     Boundaries,
     PaddedAttention,
@@ -288,13 +289,10 @@ class _PackedAttention(torch.autograd.Function):
         query, key, value, out, log_sum = ctx.saved_tensors
         kernels: PackedKernels = ctx.kernels
         tokens = AttendingTokens(query, key, value, ctx.scaling)
-        of_query, of_key, of_value = kernels.own.backward(tokens, gradient, out, log_sum)
+        grads = kernels.own.backward(tokens, gradient, out, log_sum)
         if kernels.prefix is not None:
             p = kernels.prompt_tokens
             tokens = AttendingTokens(query[p:], key[:p], value[:p], ctx.scaling)
-            found = kernels.prefix.backward(tokens, gradient[p:], out[p:], log_sum[p:])
-            for grad, of_prefix in zip(
-                (of_query[p:], of_key[:p], of_value[:p]), found, strict=True
-            ):
-                grad.add_(of_prefix)
-        return of_query, of_key, of_value, None, None
+            into = AttentionGradients(grads.query[p:], grads.key[:p], grads.value[:p])
+            kernels.prefix.backward(tokens, gradient[p:], out[p:], log_sum[p:], into)
+        return *grads, None, None

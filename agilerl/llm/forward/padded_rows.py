@@ -91,12 +91,14 @@ class PaddedRows:
             made.view(len(made), -1).masked_fill_(self.padding[:, None], fill)
         return made.view(self.rows, self.width, *values.shape[1:])
 
-    def put(self, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Set the rows' tokens in ``(N, ...)`` to ``(R, W, ...)``."""
+    def put(self, values: torch.Tensor, rows: torch.Tensor, *, add: bool = False) -> None:
+        """Set the rows' tokens in ``(N, ...)`` to ``(R, W, ...)``, or add that to them."""
         made = rows.flatten(0, 1)
         if self.tokens is None:
-            values[self.view] = made
+            target = values[self.view]
+            target.add_(made) if add else target.copy_(made)
             return
         if self.filled is not None:
             made = made.index_select(0, self.filled)
-        values.index_copy_(0, self.tokens, made)
+        write = values.index_add_ if add else values.index_copy_
+        write(0, self.tokens, made)
