@@ -41,7 +41,7 @@ class UpdateMetrics:
             self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
 
     def add_step(self, outcome: str, loss: float, grad_norm: float) -> None:
-        """Add one optimizer step, see :class:`agilerl.llm.update.StepResult`."""
+        """Add one optimizer step, see :class:`agilerl.llm.step_results.StepResult`."""
         if outcome == "skipped":
             self.skipped_steps += 1
             return

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 
@@ -21,62 +20,9 @@ from agilerl.llm.losses import LossFunction, reduction_weights
 from agilerl.llm.metrics import UpdateMetrics
 from agilerl.llm.plan import MiniBatch, plan_mini_batches
 from agilerl.llm.policy import Policy, scatter_actions
+from agilerl.llm.step_results import SkippedSteps, StepResult
 
 logger = logging.getLogger(__name__)
-
-MAX_SKIPPED_STEPS = 3
-
-
-class NonFiniteUpdateError(RuntimeError):
-    """Several optimizer steps in a row had a non-finite loss or gradient."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one optimizer step, the same on every rank."""
-
-    outcome: Literal["taken", "skipped", "no_gradient"]
-    """Skipped: the loss or its gradient was not finite. No gradient: no rank had a row with one."""
-    loss: float = 0.0
-    """Over all ranks; of a step that was taken."""
-    grad_norm: float = 0.0
-    """Likewise, before clipping."""
-    bad_rows: tuple[list[int], ...] = ()
-    """Of a skipped step: per rank, the rows of its batch whose loss was not finite, or all of the
-    step's rows where only the gradient was not."""
-
-
-@dataclass
-class SkippedSteps:
-    """Optimizer steps in a row that were skipped, counted over updates."""
-
-    in_a_row: int = 0
-    last_checkpoint: str | None = None
-    """Named by the error that is raised after too many."""
-
-    def count(self, result: StepResult, rank: int) -> None:
-        """Count one step.
-
-        Raises:
-            NonFiniteUpdateError: When ``MAX_SKIPPED_STEPS`` in a row were skipped.
-        """
-        if result.outcome == "taken":
-            self.in_a_row = 0
-        if result.outcome != "skipped":
-            return
-        self.in_a_row += 1
-        rows = _listed(result.bad_rows)
-        if rank == 0:
-            logger.warning(
-                "optimizer step skipped: the loss or its gradient is not finite (%s)", rows
-            )
-        if self.in_a_row >= MAX_SKIPPED_STEPS:
-            raise NonFiniteUpdateError(
-                f"{self.in_a_row} optimizer steps in a row had a non-finite loss or gradient, last "
-                f"on {rows}. Weights are those before the first; last good checkpoint: "
-                f"{self.last_checkpoint or 'none was written yet'}. Lower lr or max_grad_norm, or "
-                "check the rewards."
-            )
 
 
 def run_update(
@@ -299,14 +245,3 @@ def _sampling_logp(batch: TrainBatch) -> torch.Tensor | None:
         return None
     assert batch.has_sampling_logp is not None and batch.old_logp is not None
     return torch.where(batch.has_sampling_logp[:, None], batch.sampling_logp, batch.old_logp)
-
-
-def _listed(bad_rows: tuple[list[int], ...]) -> str:
-    """Rows by rank, as a message names them."""
-    several = len(bad_rows) > 1
-    return ", ".join(
-        f"rows {rows[:16]}{' ...' if len(rows) > 16 else ''} of "
-        + (f"rank {rank}'s batch" if several else "the batch")
-        for rank, rows in enumerate(bad_rows)
-        if rows
-    )

@@ -35,7 +35,8 @@ from agilerl.llm.batch import make_batch
 from agilerl.llm.engine.build import build_engine
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.losses import policy_objective
-from agilerl.llm.update import SkippedSteps, run_update
+from agilerl.llm.step_results import SkippedSteps
+from agilerl.llm.update import run_update
 from agilerl.llm_envs import ReasoningGym
 from agilerl.testing import tiny_model
 

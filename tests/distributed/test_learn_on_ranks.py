@@ -36,7 +36,7 @@ from agilerl.llm.checkpoint.optimizer_shards import read_shards, write_shard
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.losses import policy_loss, reduction_weights
 from agilerl.llm.policy import scatter_actions
-from agilerl.llm.update import SkippedSteps
+from agilerl.llm.step_results import SkippedSteps
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 

@@ -40,7 +40,8 @@ from agilerl.llm.losses import (
 )
 from agilerl.llm.policy import Policy, scatter_actions
 from agilerl.llm.shared_base import SharedBase
-from agilerl.llm.update import SkippedSteps, run_update
+from agilerl.llm.step_results import SkippedSteps
+from agilerl.llm.update import run_update
 from agilerl.testing import tiny_model
 
 REDUCTIONS = ("sequence", "token", "constant", "sum")

@@ -22,7 +22,7 @@ from update_helpers import (
 
 from agilerl.llm.config import UpdateConfig
 from agilerl.llm.policy import Policy
-from agilerl.llm.update import NonFiniteUpdateError, SkippedSteps
+from agilerl.llm.step_results import NonFiniteUpdateError, SkippedSteps
 from agilerl.testing import tiny_model
 
 
@@ -35,7 +35,7 @@ def test_a_loss_that_is_not_finite_skips_its_step_only(
     assert run.values is not None
     broken = run.values.clone()
     broken[2] = bad
-    with caplog.at_level(logging.WARNING, logger="agilerl.llm.update"):
+    with caplog.at_level(logging.WARNING, logger="agilerl.llm.step_results"):
         metrics, engine = replace(run, values=broken)(policy, objective())
     assert all(torch.equal(value, before[name]) for name, value in weights(policy).items())
     assert metrics["skipped_steps"] == 1.0

@@ -15,7 +15,8 @@ from agilerl.llm.config import ForwardConfig, LossConfig, Reduction, UpdateConfi
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.losses import LOSS_TABLE, LossTerms, policy_objective
 from agilerl.llm.policy import Policy
-from agilerl.llm.update import SkippedSteps, run_update
+from agilerl.llm.step_results import SkippedSteps
+from agilerl.llm.update import run_update
 
 FORWARD = replace(PLAIN, layout="packed")
 MANY = 10_000

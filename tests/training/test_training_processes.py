@@ -23,7 +23,7 @@ from training_fakes import FakeAgent, FakeGym
 
 from agilerl.algorithms.core.llm_algorithm import LLMAlgorithm
 from agilerl.distributed import Ranks
-from agilerl.llm.update import NonFiniteUpdateError
+from agilerl.llm.step_results import NonFiniteUpdateError
 from agilerl.llm_envs import ReasoningGym
 from agilerl.llm_envs.dataset import TrainingBatchSampler
 from agilerl.llm_envs.vector.vector_env import SyncMultiTurnVecEnv

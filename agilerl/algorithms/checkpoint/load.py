@@ -25,7 +25,7 @@ from agilerl.llm.engine.accelerator_config import rank_batch_size
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.engine.saved_state import restored
 from agilerl.llm.shared_base import base_tensors
-from agilerl.llm.update import SkippedSteps
+from agilerl.llm.step_results import SkippedSteps
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from agilerl.llm.generation import Generator
 from agilerl.llm.generation.build import GeneratorSettings, build_generator
 from agilerl.llm.generation.vllm.config import VLLMConfig
 from agilerl.llm.policy import Policy
-from agilerl.llm.update import SkippedSteps
+from agilerl.llm.step_results import SkippedSteps
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from agilerl.llm.checkpoint.atomic_directory import (
     refuse_to_replace,
 )
 from agilerl.llm.checkpoint.checkpoint_files import ATTRIBUTES_FILE
-from agilerl.llm.update import NonFiniteUpdateError
+from agilerl.llm.step_results import NonFiniteUpdateError
 from agilerl.training.checkpoint.run_checkpoint import checkpoint_name, complete_checkpoints
 from agilerl.training.checkpoint.run_directory import RunDirectory, lock_until_closed
 from agilerl.training.logs.run_log import RunLog
