@@ -38,6 +38,14 @@ class Ranks:
         """Every rank's small picklable value, in the order of ranks."""
         return [value]
 
+    def exchange(self, values: Sequence[Any]) -> list[Any]:
+        """What every rank has for this one, in the order of ranks.
+
+        Args:
+            values: A picklable value for each rank, tensors on the CPU.
+        """
+        return list(values)
+
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors with those of rank 0."""
 
@@ -100,6 +108,18 @@ class DistributedRanks(Ranks):
         values: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(values, value)
         return values
+
+    def exchange(self, values: Sequence[Any]) -> list[Any]:
+        """What every rank has for this one."""
+        parcels = [torch.frombuffer(bytearray(pickle.dumps(v)), dtype=torch.uint8) for v in values]
+        sizes = torch.tensor([len(parcel) for parcel in parcels], device=self.device)
+        arriving = torch.empty_like(sizes)
+        torch.distributed.all_to_all_single(arriving, sizes)
+        lengths = arriving.tolist()
+        received = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
+        sent = torch.cat(parcels).to(self.device)
+        torch.distributed.all_to_all_single(received, sent, lengths, sizes.tolist())
+        return [pickle.loads(part.numpy().tobytes()) for part in received.cpu().split(lengths)]
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -158,8 +158,9 @@ class GRPO(GRPOArguments, LLMAlgorithm):
             update, or ``"sampler"``, those that the sampler reported: then there is nothing to
             correct, and the pass that computes old log-probs is spared.
         use_sequence_packing: Cut micro-batches of equal numbers of tokens, of about
-            ``micro_batch_size_per_gpu`` sequences each. (Rows run without padding wherever that is
-            exact, whether this is set or not; see docs/memory.md.)
+            ``micro_batch_size_per_gpu`` sequences each; with several processes also exchange the
+            rows of each optimizer step among them, so that all run about as many tokens. (Rows run
+            without padding wherever that is exact, whether this is set or not; see docs/memory.md.)
         loss_reduction: What the loss is averaged over: ``"sequence"`` (the mean over sequences of
             each one's mean), ``"token"`` (the mean over all tokens), ``"constant"`` (divided by
             sequences times ``max_output_tokens``), ``"sum"`` or ``"prompt"`` (the mean over prompts

@@ -67,6 +67,10 @@ class TrainBatch:
     """``(B, S)`` bool: tokens whose policy term counts, those with most entropy; None: all."""
     entropy: torch.Tensor | None = None
     """``(B, S)`` entropies under the policy being trained, with gradient; of a micro-batch."""
+    origin_rank: torch.Tensor | None = None
+    """``(B,)`` long: the rank whose batch each row was given in; None: this one's."""
+    origin_row: torch.Tensor | None = None
+    """``(B,)`` long: its place in that batch; None: where it is."""
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -87,6 +91,15 @@ class TrainBatch:
         if self.trajectory_ids is None:
             return torch.arange(len(self), device=self.device)
         return self.trajectory_ids
+
+    @property
+    def prompt_of_trajectory(self) -> torch.Tensor:
+        """``(N,)`` long: the ``prompt_index`` of each trajectory's first row."""
+        rows = torch.arange(len(self), device=self.device)
+        count = int(self.trajectory_of_row.max()) + 1
+        first_row = torch.full((count,), len(self), device=self.device)
+        first_row = first_row.scatter_reduce(0, self.trajectory_of_row, rows, reduce="amin")
+        return self.prompt_index[first_row]
 
     @property
     def counted(self) -> torch.Tensor:
@@ -136,12 +149,32 @@ class TrainBatch:
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
-        filled = {
-            field.name: value
-            for field in fields(self)
-            if (value := getattr(self, field.name)) is not None
-        }
-        return replace(self, **{name: function(value) for name, value in filled.items()})
+        return replace(self, **{name: function(value) for name, value in self._filled.items()})
+
+    @property
+    def _filled(self) -> dict[str, torch.Tensor]:
+        """The fields that are not None, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def followed_by(self, other: TrainBatch) -> TrainBatch:
+        """The rows of both; prompts, trajectories and groups of one are none of the other's.
+
+        What one of them has no field for is None.
+        """
+        width = max(self.token_ids.shape[1], other.token_ids.shape[1])
+
+        def joined(name: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            if name in ("prompt_index", "trajectory_ids", "group_ids"):
+                second = second + first.max() + 1
+            if first.dim() == 1:
+                return torch.cat([first, second])
+            least = width if name == "token_ids" else width - 1
+            return stack_rows([first, second], -1 if name == "turn_ids" else 0, least)
+
+        own, others = self._filled, other._filled
+        both = {name: joined(name, own[name], others[name]) for name in own if name in others}
+        return TrainBatch(**both)
 
 
 def _counted(numbers: torch.Tensor) -> torch.Tensor:

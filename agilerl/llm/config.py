@@ -196,7 +196,8 @@ class UpdateConfig:
     micro_batch_tokens: int | None = None
     """Most tokens of this rank per forward and backward, in place of ``micro_batch_size``."""
     balance_tokens: bool = False
-    """Cut packed rows into micro-batches of even numbers of tokens, not of rows."""
+    """Cut packed rows into micro-batches of even numbers of tokens, not of rows, and deal those of
+    each optimizer step to the ranks so that all have about as many."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 from dataclasses import replace
@@ -56,9 +57,10 @@ def run_update(
     """
     batch = replace(batch, sequence_weights=_sequence_weights(batch, update.reduction))
     layout = policy.row_layout(forward)
-    if update.balance_tokens and (reason := _packing_obstacle(layout, update)):
+    several = engine.ranks.world_size > 1
+    if update.balance_tokens and (reason := _packing_obstacle(layout, update, several)):
         warn_once(logger, "use_sequence_packing has no effect: %s", reason)
-    plan = plan_mini_batches(
+    batch, plan = plan_mini_batches(
         batch,
         _active_rows(batch, update),
         update,
@@ -84,14 +86,16 @@ def run_update(
     return updater.metrics
 
 
-def _packing_obstacle(layout: RowLayout, update: UpdateConfig) -> str | None:
-    """Why micro-batches are not cut to even numbers of tokens, or None."""
+def _packing_obstacle(layout: RowLayout, update: UpdateConfig, several: bool) -> str | None:
+    """Why neither micro-batches nor several ranks get even numbers of tokens, or None."""
     if layout != "packed":
         return (
             "rows are padded. Packing takes calc_position_embeddings, "
             'attn_implementation="sdpa", on a GPU float16 or bfloat16 and no sliding window, and '
             "neither torch_compiler nor ZeRO stage 3"
         )
+    if several:
+        return None
     if update.micro_batch_tokens is not None:
         return "micro_batch_tokens decides how many tokens a micro-batch has"
     if update.micro_batch_size >= update.batch_size:
@@ -169,11 +173,24 @@ class _Updater:
         bad_rows, loss = ranks.sum(totals).tolist()
         if bad_rows:
             self.engine.discard()
-            return StepResult("skipped", bad_rows=tuple(ranks.gather(rows[bad].tolist())))
+            return StepResult("skipped", bad_rows=self._as_given(rows[bad]))
         norm = self.engine.step(self.update.max_grad_norm)
         if not math.isfinite(norm):
-            return StepResult("skipped", bad_rows=tuple(ranks.gather(rows.tolist())))
+            return StepResult("skipped", bad_rows=self._as_given(rows))
         return StepResult("taken", loss, norm)
+
+    def _as_given(self, rows: torch.Tensor) -> tuple[list[int], ...]:
+        """All ranks' rows, by the rank whose batch they were given in and their places there."""
+        batch, ranks = self.batch, self.engine.ranks
+        if batch.origin_rank is None or batch.origin_row is None:
+            own = [(ranks.rank, row) for row in rows.tolist()]
+        else:
+            places = batch.origin_rank[rows].tolist(), batch.origin_row[rows].tolist()
+            own = list(zip(*places, strict=True))
+        by_rank: tuple[list[int], ...] = tuple([] for _ in range(ranks.world_size))
+        for rank, row in itertools.chain.from_iterable(ranks.gather(own)):
+            by_rank[rank].append(row)
+        return by_rank
 
     def _backward(self, mini_batch: MiniBatch, first: bool) -> torch.Tensor:
         """Accumulate the gradient of this rank's rows; ``(n,)``, what each adds to the loss."""
@@ -236,7 +253,10 @@ class _Updater:
             nothing_yet = logp.new_zeros(self.batch.action_mask.shape)
             self.batch = replace(self.batch, old_logp=nothing_yet)
         assert self.batch.old_logp is not None
-        self.batch.old_logp[rows, : logp.shape[1]] = logp
+        # What ran no row before the update, because all are in the first step, has no dtype yet.
+        old_logp = self.batch.old_logp.to(logp.dtype)
+        old_logp[rows, : logp.shape[1]] = logp
+        self.batch = replace(self.batch, old_logp=old_logp)
 
 
 def _sampling_logp(batch: TrainBatch) -> torch.Tensor | None:

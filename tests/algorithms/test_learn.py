@@ -268,7 +268,7 @@ def test_a_trajectory_is_in_one_mini_batch_with_all_its_rows(size: int) -> None:
     batch = replace(make_batch(ids, torch.ones(10, 1) > 0), trajectory_ids=trajectory_ids)
     rng, everything = torch.Generator().manual_seed(0), torch.ones(10, dtype=torch.bool)
     update = UpdateConfig(batch_size=size, micro_batch_size=2, epochs=1, max_grad_norm=1.0)
-    plan = plan_mini_batches(batch, everything, update, Ranks(), rng)
+    _, plan = plan_mini_batches(batch, everything, update, Ranks(), rng)
     parts = [mini_batch.rows for mini_batch in plan]
     assert sorted(torch.cat(parts).tolist()) == list(range(10))
     owners = [set(trajectory_ids[part].tolist()) for part in parts]

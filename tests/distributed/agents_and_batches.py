@@ -66,6 +66,10 @@ MASKED = {
     "loss_reduction": "token",
     "top_entropy_quantile": 0.4,
 }
+# Two steps in each of two epochs, of ranks with unevenly many tokens; without an advantage, rows
+# are not run or only count in the quantile.
+UNEVEN = {"batch_size": 8, "update_epochs": 2, "lr": 1e-2}
+UNEVEN_QUANTILE = UNEVEN | MASKED | {"mask_truncated_completions": False}
 # The trajectories that ``sample_mask`` keeps: some of one prompt, one and all of the others.
 LEFT = torch.tensor([[True, False, True, True], [False, False, True, False], [True] * GROUP])
 DECAY = OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.95))
@@ -99,6 +103,14 @@ class Data:
         rows = [(ids[0], m) for ids, mask in zip(self.ids, self.masks, strict=True) for m in mask]
         return [-5.5 + 0.5 * torch.sin(torch.arange(int(m.sum())) + ids.sum()) for ids, m in rows]
 
+    def with_longer_episodes(self, other: Data) -> tuple[Data, list[int]]:
+        """With second rows for the last two trajectories, and the trajectory of each row."""
+        ids, masks = (given[-1][:2] for given in (other.ids, other.masks))
+        turns = [*self.turns, other.turns[-1][:2]]
+        rows = [*range(GROUP * len(self.ids))]
+        longer = Data([*self.ids, ids], [*self.masks, masks], self.rewards, turns)
+        return longer, [*rows, *rows[-2:]]
+
     def experiences(self) -> tuple[Any, Any, Any]:
         return self.ids, self.masks, self.rewards.sum(-1)
 
@@ -112,11 +124,12 @@ class Data:
         return agent.learn(experiences, turn_ids=turns, **extra)
 
 
-def data(seed: int = 0) -> Data:
-    """Three prompts, four completions each; ragged."""
+def data(seed: int = 0, stretch: int = 1) -> Data:
+    """Three prompts, four completions each; ragged, and so many times as long."""
     rng = torch.Generator().manual_seed(seed)
     ids, masks, turns = [], [], []
-    for prompt_length, lengths in zip(PROMPT_LENGTHS, LENGTHS, strict=True):
+    for prompt_length, given in zip(PROMPT_LENGTHS, LENGTHS, strict=True):
+        lengths = [stretch * length for length in given]
         width = prompt_length + max(lengths)
         prompt = torch.randint(97, 123, (1, prompt_length), generator=rng).expand(GROUP, -1)
         rest = torch.randint(97, 123, (GROUP, max(lengths)), generator=rng)

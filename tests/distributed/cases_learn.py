@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from agents_and_batches import (
     AGAINST_SAMPLER,
     COSINE,
@@ -22,6 +23,8 @@ from agents_and_batches import (
     OPTIONS,
     PROMPTS_OF_RANK,
     TOKENIZER,
+    UNEVEN,
+    UNEVEN_QUANTILE,
     data,
     make_agent,
     moments,
@@ -49,8 +52,8 @@ def case(function: Case) -> Case:
     return function
 
 
-def mine(accelerator: Any, seed: int = 0) -> Any:
-    return data(seed).of(PROMPTS_OF_RANK[accelerator.process_index])
+def mine(accelerator: Any, seed: int = 0, stretch: int = 1) -> Any:
+    return data(seed, stretch).of(PROMPTS_OF_RANK[accelerator.process_index])
 
 
 def found(agent: GRPO, metrics: Any) -> dict[str, Any]:
@@ -173,6 +176,61 @@ def mini_batches(accelerator: Any) -> dict[str, Any]:
     agent = make_agent(accelerator, batch_size=8, update_epochs=2, lr=1e-2)
     rng_state = agent.rng.get_state()
     return found(agent, mine(accelerator).learned_by(agent)) | {"rng_state": rng_state}
+
+
+def counting_tokens(agent: GRPO) -> list[int]:
+    """Tokens that forwards run from now on until each optimizer step, and after the last."""
+    counts, step = [0], agent.engine.step
+
+    def count(_: Any, given: tuple[torch.Tensor], __: Any) -> None:
+        counts[-1] += given[0].numel()
+
+    def counted_step(max_grad_norm: float) -> float:
+        counts.append(0)
+        return step(max_grad_norm)
+
+    agent.policy.base.model.get_input_embeddings().register_forward_hook(count)
+    agent.engine.step = counted_step  # type: ignore[method-assign]
+    return counts
+
+
+def uneven(accelerator: Any, *, balanced: bool, **settings: Any) -> dict[str, Any]:
+    """Rank 1 has more rows than rank 0, and episodes of several."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:  # which needs float32
+        settings["actor_network"] = tiny_model(hidden_size=32, layers=1, dtype=torch.float64)
+    agent = make_agent(accelerator, use_sequence_packing=balanced, **settings)
+    part, extra = mine(accelerator, stretch=4), {}
+    if accelerator.process_index == 1:
+        part.rewards[0] = 0.0
+        part, extra["trajectory_ids"] = part.with_longer_episodes(mine(accelerator, 1, 4))
+    counts = counting_tokens(agent)
+    metrics = part.learned_by(agent, sampling_logps=part.sampling_logps(), **extra)
+    return found(agent, metrics) | {"tokens": torch.tensor(counts)}
+
+
+@case
+def uneven_ranks(accelerator: Any) -> dict[str, Any]:
+    """Rows stay, and are dealt anew; then a row that moves has a loss that is not finite."""
+    result: dict[str, Any] = {
+        name: [uneven(accelerator, balanced=b, **settings) for b in (False, True)]
+        for name, settings in (
+            ("all", UNEVEN),
+            ("advantages", UNEVEN | {"beta": 0.0, "loss_reduction": "prompt"}),
+            ("quantile", UNEVEN_QUANTILE),
+        )
+    }
+    agent = make_agent(accelerator, beta=0.0, use_sequence_packing=True)
+    part, counts = mine(accelerator), counting_tokens(agent)
+    values = part.rewards.sum(-1).flatten() - 1.0
+    if accelerator.process_index == 1:
+        values[5] = math.inf
+    skipped = SkippedSteps()
+    try:
+        for _ in range(3):
+            update_with(agent, values, part, skipped)
+    except RuntimeError as error:
+        result["error"] = str(error)
+    return result | {"tokens": sum(counts)}
 
 
 @case

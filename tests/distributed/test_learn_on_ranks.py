@@ -208,6 +208,34 @@ def test_mini_batches_and_epochs_step_on_the_rows_of_both_ranks(ranks: Ranks) ->
     assert ranks[0]["metrics"]["ratio_max"] > 1.001
 
 
+@each_setting("uneven_ranks")
+def test_rows_that_are_dealt_to_the_ranks_anew_make_the_same_steps(ranks: Ranks) -> None:
+    for name in ("all", "advantages", "quantile"):
+        (plain, balanced), (other_plain, other_balanced) = (rank[name] for rank in ranks)
+        assert torch.equal(balanced["weights"], other_balanced["weights"])
+        # Some of it is rounded to float32 in float64 models too.
+        atol = 1e-7 if plain["weights"].dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(balanced["weights"], plain["weights"], atol=atol, rtol=0)
+        torch.testing.assert_close(balanced["moments"], plain["moments"], atol=1e-7, rtol=1e-4)
+        for metric, value in plain["metrics"].items():
+            expected = pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True)
+            assert balanced["metrics"][metric] == expected, metric
+        assert balanced["metrics"]["ratio_max"] != 1.0
+        # Ranks wait for the one with most tokens at each step.
+        waits = [
+            torch.maximum(first["tokens"], second["tokens"]).sum()
+            for first, second in ((plain, other_plain), (balanced, other_balanced))
+        ]
+        assert waits[1] < 0.9 * waits[0], name
+
+
+@each_setting("uneven_ranks")
+def test_a_row_that_another_rank_trained_is_named_as_it_was_given(ranks: Ranks) -> None:
+    # The second prompt of rank 1, with rows 4 to 7, joins the one of rank 0.
+    assert ranks[0]["tokens"] > ranks[1]["tokens"]
+    assert all("rows [5] of rank 1's batch" in rank["error"] for rank in ranks)
+
+
 @functools.cache
 def ten_steps_alone() -> tuple[GRPO, list[tuple[float, float]]]:
     agent = make_agent(cosine_lr_schedule_config=COSINE)

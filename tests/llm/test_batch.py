@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agilerl.llm.batch import make_batch, stack_rows
+from agilerl.llm.batch import TrainBatch, make_batch, stack_rows
 
 T, F = True, False
 
@@ -71,6 +71,23 @@ def test_rows_of_one_prompt_are_recognised_wherever_they_stand() -> None:
     # The same ids, but a longer prompt: nothing is shared that one of them did not generate.
     other = make_batch(torch.tensor([[1, 2, 9, 4]] * 2), torch.tensor([[F, T, T], [F, F, T]]))
     assert other.prompt_index.tolist() == [0, 1]
+
+
+def test_rows_of_two_batches_are_those_of_each() -> None:
+    ids, mask = torch.tensor([[1, 2, 3], [1, 2, 4]]), torch.tensor([[F, T], [F, T]])
+    short = replace(make_batch(ids, mask, torch.where(mask, 0, -1)), advantages=mask * 0.5)
+    ids, mask = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), torch.tensor([[F, T, T], [T, T, T]])
+    long = replace(make_batch(ids, mask, torch.where(mask, 1, -1)), advantages=mask * 2.0)
+    for first, second in ((short, long), (long, short)):
+        both = first.followed_by(replace(second, trajectory_ids=torch.arange(2)))
+        assert both.trajectory_ids is None  # as the first has none
+        assert not {*both.prompt_index[:2].tolist()} & {*both.prompt_index[2:].tolist()}
+        for rows, original in (([0, 1], first), ([2, 3], second)):
+            found = both.select(torch.tensor(rows))
+            found = replace(found, prompt_index=found.prompt_index - found.prompt_index.min())
+            for field in fields(TrainBatch):
+                value, expected = getattr(found, field.name), getattr(original, field.name)
+                assert value is expected is None or torch.equal(value, expected), field.name
 
 
 def test_a_row_without_actions_is_kept() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ def sizes(rows: int, batch_size: int) -> list[int]:
     batch = batch_of([3] * rows, [2] * rows)
     update = UpdateConfig(batch_size, micro_batch_size=4, epochs=1, max_grad_norm=1.0)
     active, rng = torch.ones(rows, dtype=torch.bool), torch.Generator().manual_seed(0)
-    return [len(mini.rows) for mini in plan_mini_batches(batch, active, update, Ranks(), rng)]
+    _, plan = plan_mini_batches(batch, active, update, Ranks(), rng)
+    return [len(mini.rows) for mini in plan]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,24 @@ def test_packed_micro_batches_are_of_even_sizes() -> None:
     largest = [max(tokens_run(batch, p, "packed") for p in cut) for cut in (parts, by_rows)]
     assert largest == [46, 82]
     assert split_evenly_by_tokens(batch, rows[:0], 0) == []
+
+
+def test_a_rank_with_few_long_rows_cuts_as_many_micro_batches_as_the_mean() -> None:
+    class OtherHasMoreRows(Ranks):
+        world_size = 2
+
+        def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor * 4
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, None]  # pads its rows, so that none move
+
+    batch, active = batch_of([3] * 2, [40, 40]), torch.ones(2, dtype=torch.bool)
+    update = UpdateConfig(2, 2, epochs=1, max_grad_norm=1.0, balance_tokens=True)
+    for ranks, parts in ((Ranks(), 1), (OtherHasMoreRows(), 2)):
+        rng = torch.Generator()
+        _, (mini,) = plan_mini_batches(batch, active, update, ranks, rng, layout="packed")
+        assert len(mini.micro_batches) == parts
 
 
 def test_a_mini_batch_that_fits_one_forward_keeps_its_order() -> None:

@@ -1,6 +1,7 @@
 """The plan of an update: which rows go into which optimizer step and which micro-batch.
 
-``mini_batches.py`` makes it, ``micro_batches.py`` cuts a rank's part of a step.
+``mini_batches.py`` makes it; ``rank_balancing.py`` evens out what the ranks run in each step, and
+``micro_batches.py`` cuts a rank's part.
 """
 
 from agilerl.llm.plan.micro_batches import (

@@ -7,6 +7,7 @@ the last bit, also in bfloat16.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from agilerl.llm.plan.micro_batches import (
     split_evenly_by_tokens,
     split_into_micro_batches,
 )
+from agilerl.llm.plan.rank_balancing import balance_over_ranks
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def plan_mini_batches(
     *,
     lockstep: bool = False,
     layout: RowLayout = "padded",
-) -> list[MiniBatch]:
+) -> tuple[TrainBatch, list[MiniBatch]]:
     """Cut a batch into the optimizer steps of an epoch, equally many on every rank.
 
     Every epoch takes the same steps. All rows of a trajectory stay in one step, so that each
@@ -77,27 +79,34 @@ def plan_mini_batches(
         rng: Orders the prompts, on each rank its own.
         lockstep: Whether every rank must run equally many micro-batches.
         layout: How forwards lay rows out.
+
+    Returns:
+        The batch whose rows the plan is of, and the plan. With ``balance_tokens`` and several ranks
+        rows of other ranks may follow the given ones.
     """
     steps = -(-int(batch.trajectory_of_row.max() + 1) // update.batch_size)
     steps = int(ranks.max(torch.tensor(steps)))
     shares = _mini_batch_rows(batch, steps, rng)
-    with_gradient = [rows[active[rows]] for rows in shares]
     own = torch.stack([_counts(batch, rows) for rows in shares])
-    active_rows = torch.tensor([len(rows) for rows in with_gradient])
+    active_rows = torch.stack([active[rows].sum() for rows in shares])
     totals = ranks.sum(torch.cat([own, active_rows[:, None].to(own)], dim=1))
     # The quantile of entropy is over all trained tokens, whatever their advantages are.
     idle = batch.loss_mask.any(1) & ~active
     if update.top_entropy_quantile is None:
         idle = torch.zeros_like(idle)
-
-    def split(of_steps: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        return [_micro_batches(batch, rows, update, layout) for rows in of_steps]
-
-    micro_batches = split(with_gradient)
-    without_gradient = split([rows[idle[rows]] for rows in shares])
+    run = [(rows[active[rows]], rows[idle[rows]]) for rows in shares]
+    if update.balance_tokens and ranks.world_size > 1 and not lockstep:
+        together = update.micro_batch_size if update.micro_batch_tokens is None else None
+        batch, run = balance_over_ranks(batch, run, ranks, together, packed=layout == "packed")
+    mean_rows = [float(total) / ranks.world_size for total in totals[:, 2]]
+    micro_batches = [
+        _micro_batches(batch, rows, update, layout, mean)
+        for (rows, _), mean in zip(run, mean_rows, strict=True)
+    ]
+    without_gradient = [_micro_batches(batch, rows, update, layout) for _, rows in run]
     numbers = torch.tensor([len(each) for each in micro_batches])
     target = ranks.max(numbers) if lockstep else numbers
-    return [
+    return batch, [
         MiniBatch(each, total[:2], bool(total[2] > 0), extra, others)
         for each, total, extra, others in zip(
             micro_batches, totals, (target - numbers).tolist(), without_gradient, strict=True
@@ -106,15 +115,23 @@ def plan_mini_batches(
 
 
 def _micro_batches(
-    batch: TrainBatch, rows: torch.Tensor, update: UpdateConfig, layout: RowLayout
+    batch: TrainBatch,
+    rows: torch.Tensor,
+    update: UpdateConfig,
+    layout: RowLayout,
+    mean_rows: float = 0.0,
 ) -> list[torch.Tensor]:
-    """Cut rows into micro-batches, by what the settings count."""
+    """Cut rows into micro-batches, by what the settings count.
+
+    A rank with fewer rows than the mean of the ranks has longer ones: where tokens are balanced, it
+    cuts as many micro-batches as if it had the mean.
+    """
     if update.micro_batch_tokens is not None:
         if layout == "padded":  # rows of equal length need little padding
             rows = rows[batch.lengths[rows].argsort(stable=True)]
         return split_by_tokens(batch, rows, update.micro_batch_tokens, layout)
     if update.balance_tokens and layout == "packed":
-        parts = -(-len(rows) // update.micro_batch_size)
+        parts = math.ceil(max(len(rows), mean_rows) / update.micro_batch_size)
         return split_evenly_by_tokens(batch, rows, parts)
     return split_into_micro_batches(batch, rows, update.micro_batch_size, layout)
 
@@ -132,13 +149,10 @@ def _mini_batch_rows(batch: TrainBatch, steps: int, rng: torch.Generator) -> lis
     rows = torch.arange(len(batch), device=batch.device)
     if steps == 1:
         return [rows]
-    trajectory_ids = batch.trajectory_of_row
-    count = int(trajectory_ids.max()) + 1
+    trajectory_ids, prompts = batch.trajectory_of_row, batch.prompt_of_trajectory
+    count = len(prompts)
     order_of_prompts = torch.randperm(int(batch.prompt_index.max()) + 1, generator=rng)
-    first_row = torch.full((count,), len(rows), device=rows.device)
-    first_row = first_row.scatter_reduce(0, trajectory_ids, rows, reduce="amin")
-    rank_of_trajectory = order_of_prompts.to(rows.device)[batch.prompt_index[first_row]]
-    order = torch.argsort(rank_of_trajectory, stable=True)
+    order = torch.argsort(order_of_prompts.to(rows.device)[prompts], stable=True)
     position = torch.empty_like(order).scatter(0, order, torch.arange(count, device=rows.device))
     position_of_row = position[trajectory_ids]
     # With n trajectories in k steps, the first n % k steps have one more.
