@@ -232,9 +232,9 @@ class _Rows:
             p = z.exp() if settings.entropy else z.exp_()
             shrink = (before - largest).exp_()
             if settings.entropy:
-                # Of logits relative to the largest; a batched dot product makes no other tile.
+                # Of logits relative to the largest, which are not needed any more.
                 weighted.add_((before - largest) * total).mul_(shrink)
-                weighted.add_(torch.bmm(p[:, None, :], z[:, :, None]).view(n, 1))
+                weighted.add_(z.mul_(p).sum(1, keepdim=True, dtype=wide))
             before_total, total = total * shrink, p.sum(1, keepdim=True, dtype=wide)
             total += before_total
             if slope is not None and slope_at_target is not None:
