@@ -184,6 +184,23 @@ OPTIONAL_COUNT = Number(1, integer=True, optional=True)
 COUNT_OR_AUTO = Number(1, integer=True, optional=True, word="auto")
 
 
+def as_device(name: str, value: Any) -> torch.device:
+    """A device that agents run on, of this machine or another.
+
+    Raises:
+        TypeError: It is neither a string nor a ``torch.device``.
+        ValueError: It is neither a CPU nor a CUDA device.
+    """
+    remedy = "it must be 'cpu', 'cuda', 'cuda:<n>' or a torch.device"
+    require(isinstance(value, str | torch.device), f"{name} is {value!r}; {remedy}", TypeError)
+    try:
+        device = torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"{name} is {value!r}; {remedy}") from error
+    require(device.type in ("cpu", "cuda"), f"{name} is {str(value)!r}; {remedy}")
+    return device
+
+
 def missing_members(value: object, protocol: type) -> list[str]:
     """Members of a protocol that an object of the user lacks, not counting its bases'.
 

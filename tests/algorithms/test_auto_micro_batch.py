@@ -147,7 +147,7 @@ def test_a_model_that_cannot_be_estimated_is_refused_by_name() -> None:
 
 
 def test_combinations_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"is auto and micro_batch_tokens is 9; .* one of them"):
+    with pytest.raises(ValueError, match=r"is 'auto' and micro_batch_tokens is 9; .* one of them"):
         make_agent(micro_batch_size_per_gpu="auto", micro_batch_tokens=9)
     search = HyperparameterConfig(micro_batch_size_per_gpu=RLParameter(1, 4, dtype=int))
     arguments: dict[str, Any] = {"hp_config": search, "micro_batch_size_per_gpu": "auto"}

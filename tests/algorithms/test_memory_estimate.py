@@ -125,6 +125,7 @@ def test_an_agents_settings_have_its_tokens_and_tile_rows() -> None:
     agent = make_agent(micro_batch_tokens=40, fused_loss_chunk_rows=8)
     settings = agent.memory_settings(prompt_tokens=8, completion_tokens=8)
     assert settings.micro_batch_tokens == 40
+    assert settings.micro_batch_size_per_gpu is None
     assert settings.fused_logprobs_chunk_rows == 8
 
 
@@ -164,6 +165,25 @@ def test_a_large_model_needs_no_memory() -> None:
         ({"completion_tokens": [4, 0]}, ValueError, "completion_tokens is 0"),
         ({"completion_tokens": [4], "prompts": 2}, ValueError, "prompts is 2"),
         ({"group_size": 2.0}, TypeError, "group_size is 2.0; it must be an integer"),
+        ({"completion_tokens": None}, TypeError, "completion_tokens is None; .* an integer, or a"),
+        ({"completion_tokens": 3.5}, TypeError, "completion_tokens is 3.5; .* an integer, or a"),
+        ({"completion_tokens": "8"}, TypeError, "completion_tokens is '8'; .* an integer, or a"),
+        ({"completion_tokens": [4, "8"]}, TypeError, "completion_tokens is '8'"),
+        ({"layout": "flat"}, ValueError, "layout is 'flat'; .* one of None, 'packed'"),
+        ({"optimizer": "adam8bit"}, ValueError, "optimizer is 'adam8bit'; .* 'adamw_8bit'"),
+        ({"gradient_checkpointing": "no"}, TypeError, "gradient_checkpointing is 'no'; .* False"),
+        ({"entropy_coef": "a"}, TypeError, "entropy_coef is 'a'; it must be a number"),
+        ({"top_k": -3}, ValueError, "top_k is -3; it must be at least 0"),
+        ({"dtype": "bfloat16"}, TypeError, "dtype is 'bfloat16'; .* torch.bfloat16, or None"),
+        ({"dtype": torch.int8}, ValueError, "dtype is torch.int8; .* floating point dtype"),
+        ({"device": "gpu"}, ValueError, "device is 'gpu'; it must be 'cpu', 'cuda'"),
+        ({"device": 0}, TypeError, "device is 0; it must be 'cpu', 'cuda'"),
+        ({"lora_config": {"r": 8}}, TypeError, "lora_config is {'r': 8}; .*LoraConfig or None"),
+        (
+            {"micro_batch_tokens": 64, "micro_batch_size_per_gpu": 2},
+            ValueError,
+            "micro_batch_size_per_gpu is 2 and micro_batch_tokens is 64; .* leave one of them",
+        ),
     ],
 )
 def test_bad_settings_are_refused_by_name(
@@ -173,6 +193,17 @@ def test_bad_settings_are_refused_by_name(
         MemorySettings(**({"prompt_tokens": 8, "completion_tokens": 8} | given))
 
 
+def test_every_setting_is_checked() -> None:
+    for name in MemorySettings.__dataclass_fields__:
+        with pytest.raises((TypeError, ValueError), match=f"^{name} is "):
+            replace(MemorySettings(8, 8), **{name: object()})
+
+
 def test_other_than_a_model_or_config_is_refused() -> None:
     with pytest.raises(TypeError, match="model_or_config is of type str"):
         estimate_memory("Qwen/Qwen2.5-1.5B", MemorySettings(8, 8))  # type: ignore[arg-type]
+    sizes: Any = {"prompt_tokens": 8, "completion_tokens": 8}
+    with pytest.raises(
+        TypeError, match=r"settings is {'prompt_tokens': 8.*must be a MemorySettings"
+    ):
+        estimate_memory(small_model().config, sizes)

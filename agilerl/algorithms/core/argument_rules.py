@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from agilerl.checks import InstanceOf, Number, require, shorten
+from agilerl.checks import InstanceOf, Number, as_device, require, shorten
 from agilerl.llm.losses import clip_band
 
 
@@ -57,13 +57,7 @@ def check_texts(name: str, value: Any) -> None:
 
 def check_device(name: str, value: Any) -> None:
     """Refuse what is no device of this machine."""
-    remedy = "it must be 'cpu', 'cuda', 'cuda:<n>' or a torch.device"
-    require(isinstance(value, str | torch.device), f"{name} is {value!r}; {remedy}", TypeError)
-    try:
-        device = torch.device(value)
-    except RuntimeError as error:
-        raise ValueError(f"{name} is {value!r}; {remedy}") from error
-    require(device.type in ("cpu", "cuda"), f"{name} is {str(value)!r}; {remedy}")
+    device = as_device(name, value)
     count = torch.cuda.device_count()
     require(
         device.type == "cpu" or (device.index or 0) < count,

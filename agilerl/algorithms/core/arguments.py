@@ -58,6 +58,7 @@ from agilerl.llm.engine.accelerator_config import (
     settings_without_effect,
 )
 from agilerl.llm.generation.vllm.config import VLLMConfig
+from agilerl.llm.memory.settings import check_micro_batch_unit
 from agilerl.llm.quantization import check_quantization_config
 
 logger = logging.getLogger(__name__)
@@ -259,11 +260,8 @@ class LLMArguments:
             least is None or most is None or least <= most,
             f"min_output_tokens is {least}; it must be at most max_output_tokens, which is {most}",
         )
-        rows, tokens = arguments["micro_batch_size_per_gpu"], arguments["micro_batch_tokens"]
-        require(
-            rows is None or tokens is None,
-            f"micro_batch_size_per_gpu is {rows} and micro_batch_tokens is {tokens}; a micro-batch "
-            "is counted in sequences or in tokens: leave one of them at None",
+        check_micro_batch_unit(
+            arguments["micro_batch_size_per_gpu"], arguments["micro_batch_tokens"]
         )
         ignored = settings_without_effect(arguments["accelerator"])
         if ignored and not arguments["clone"]:

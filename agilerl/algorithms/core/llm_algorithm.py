@@ -205,9 +205,10 @@ class LLMAlgorithm(LoRAAgent):
         """
         names = MemorySettings.__dataclass_fields__.keys() - {"device", "dtype", "layout"}
         own = {name: value for name, value in vars(self).items() if name in names}
+        by_tokens = self.micro_batch_tokens is not None
         settings = own | {
             "batch_size": rank_batch_size(self.batch_size, self.accelerator),
-            "micro_batch_size_per_gpu": self.rank_micro_batch_size(),
+            "micro_batch_size_per_gpu": None if by_tokens else self.rank_micro_batch_size(),
             "fused_logprobs_chunk_rows": self.forward_config().tile_rows,
             "optimizer": self.optimizer_settings().kind,
             "device": str(self.policy.device),

@@ -18,11 +18,10 @@ from agilerl.llm.config import (
     ScheduleKind,
 )
 from agilerl.llm.engine.accelerator_config import zero_section
+from agilerl.llm.engine.optimizers import check_optimizer
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZERS = ("adamw", "adamw_8bit")
-FACTORY = "a function (parameter_groups, lr) -> torch.optim.Optimizer, such as torch.optim.SGD"
 LOWEST_USUAL_LR = 1e-6
 """Below it LoRA adapters hardly move."""
 
@@ -34,16 +33,6 @@ def check_betas(name: str, value: Any) -> None:
     require(fits, f"{name} is {value!r}; {remedy}", TypeError)
     within = len(value) == 2 and all(0 <= beta < 1 for beta in value)
     require(within, f"{name} is {value!r}; {remedy}")
-
-
-def check_optimizer(name: str, value: Any) -> None:
-    """Refuse what is neither the name of an optimizer nor a function."""
-    named = isinstance(value, str) and value in OPTIMIZERS
-    allowed = " or ".join(map(repr, OPTIMIZERS))
-    error = ValueError if isinstance(value, str) else TypeError
-    require(
-        named or callable(value), f"{name} is {value!r}; it must be {allowed}, or {FACTORY}", error
-    )
 
 
 class OptimizerArguments(LLMArguments):

@@ -10,7 +10,21 @@ import torch
 from agilerl.checks import require, shorten
 from agilerl.llm.config import OptimizerSettings
 
-REMEDY = "it must be a function (parameter_groups, lr) -> torch.optim.Optimizer"
+OPTIMIZERS = ("adamw", "adamw_8bit")
+FACTORY = "a function (parameter_groups, lr) -> torch.optim.Optimizer"
+REMEDY = f"it must be {FACTORY}"
+
+
+def check_optimizer(name: str, value: Any) -> None:
+    """Refuse what is neither the name of an optimizer nor a function."""
+    named = isinstance(value, str) and value in OPTIMIZERS
+    allowed = " or ".join(map(repr, OPTIMIZERS))
+    error = ValueError if isinstance(value, str) else TypeError
+    require(
+        named or callable(value),
+        f"{name} is {value!r}; it must be {allowed}, or {FACTORY}, such as torch.optim.SGD",
+        error,
+    )
 
 
 def build_optimizer(

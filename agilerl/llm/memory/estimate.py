@@ -40,7 +40,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from agilerl.checks import require
+from agilerl.checks import InstanceOf, require
 from agilerl.llm.config import RowLayout
 from agilerl.llm.generation.decode import COMPACT_SHARE
 from agilerl.llm.generation.kv_cache.growing_cache import CACHE_BLOCK
@@ -129,7 +129,7 @@ def estimate_memory(
         settings: The sizes.
 
     Raises:
-        TypeError: If it is neither.
+        TypeError: If an argument is something else.
     """
     require(
         isinstance(model_or_config, PreTrainedModel | PeftModel | PreTrainedConfig),
@@ -137,6 +137,7 @@ def estimate_memory(
         "model or config",
         TypeError,
     )
+    InstanceOf(MemorySettings, "a MemorySettings", optional=False)("settings", settings)
     return Estimator(model_or_config, settings).estimate(settings)
 
 

@@ -2,15 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 import torch
 from peft import LoraConfig
 
-from agilerl.checks import COUNT, OPTIONAL_COUNT
-from agilerl.llm.config import RowLayout
+from agilerl.checks import (
+    COUNT,
+    FLAG,
+    OPTIONAL_COUNT,
+    InstanceOf,
+    Number,
+    OneOf,
+    as_device,
+    require,
+    shorten,
+)
+from agilerl.llm.config import ROW_LAYOUTS, RowLayout
+from agilerl.llm.engine.optimizers import check_optimizer
 from agilerl.llm.generation.batching import DEFAULT_CHUNK_ROWS
+
+
+def check_micro_batch_unit(rows: int | str | None, tokens: int | None) -> None:
+    """Refuse micro-batches that are counted in sequences and in tokens.
+
+    Args:
+        rows: ``micro_batch_size_per_gpu``.
+        tokens: ``micro_batch_tokens``.
+    """
+    require(
+        rows is None or tokens is None,
+        f"micro_batch_size_per_gpu is {rows!r} and micro_batch_tokens is {tokens}; a micro-batch "
+        "is counted in sequences or in tokens: leave one of them at None",
+    )
+
+
+def _check_completion_tokens(name: str, value: Any) -> None:
+    """Refuse what is neither a length nor a list of lengths."""
+    remedy = "it must be an integer, or a list with the length of every completion"
+    several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    require(
+        several or isinstance(value, Integral),
+        f"{name} is {shorten(value)}; {remedy}",
+        TypeError,
+    )
+    require(not several or len(value) > 0, f"{name} is {value!r}; {remedy}")
+    for length in value if several else (value,):
+        COUNT(name, length)
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    """Refuse what is no floating point dtype of torch."""
+    InstanceOf(torch.dtype, "a torch.dtype, such as torch.bfloat16,")(name, value)
+    require(
+        value is None or value.is_floating_point,
+        f"{name} is {value}; it must be a floating point dtype, such as torch.bfloat16, or None",
+    )
+
+
+# Those of an agent's arguments; but a GPU need not be there, nor bitsandbytes.
+_RULES: Mapping[str, Callable[[str, Any], object]] = {
+    "prompt_tokens": COUNT,
+    "completion_tokens": _check_completion_tokens,
+    "prompts": OPTIONAL_COUNT,
+    "group_size": COUNT,
+    "batch_size": COUNT,
+    "micro_batch_size_per_gpu": OPTIONAL_COUNT,
+    "micro_batch_tokens": OPTIONAL_COUNT,
+    "hf_generate_chunk_size": OPTIONAL_COUNT,
+    "lora_config": InstanceOf(LoraConfig, "a peft.LoraConfig"),
+    "dtype": _check_dtype,
+    "device": as_device,
+    "gradient_checkpointing": FLAG,
+    "use_separate_reference_adapter": FLAG,
+    "cast_logprobs_to_fp32": FLAG,
+    "fused_logprobs_chunk_rows": OPTIONAL_COUNT,
+    "entropy_coef": Number(0),
+    "optimizer": check_optimizer,
+    "top_k": Number(0, integer=True, optional=True),
+    "use_vllm": FLAG,
+    "layout": OneOf((None, *ROW_LAYOUTS)),
+}
 
 
 @dataclass(frozen=True)
@@ -18,8 +93,8 @@ class MemorySettings:
     """The sizes of a training step of one process; named and preset as an agent's arguments.
 
     Raises:
-        TypeError: If a size is no integer.
-        ValueError: If a size is not positive, or ``completion_tokens`` is empty.
+        TypeError: If a value has the wrong type.
+        ValueError: If it is out of range, or two contradict each other.
     """
 
     prompt_tokens: int
@@ -34,12 +109,12 @@ class MemorySettings:
     batch_size: int = 16
     micro_batch_size_per_gpu: int | None = None
     micro_batch_tokens: int | None = None
-    """Where it is given, ``micro_batch_size_per_gpu`` does not count."""
+    """In place of ``micro_batch_size_per_gpu``."""
     hf_generate_chunk_size: int | None = None
     lora_config: LoraConfig | None = None
     dtype: torch.dtype | None = None
     """Of the base; None: the model's own, or what its config says."""
-    device: str = "cpu"
+    device: str | torch.device = "cpu"
     """Decides the size of logit tiles."""
     gradient_checkpointing: bool = True
     use_separate_reference_adapter: bool = True
@@ -57,29 +132,19 @@ class MemorySettings:
     window. On a base that is partitioned or compiled it is ``"padded"``."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "group_size", "batch_size"):
-            COUNT(name, getattr(self, name))
-        for name in (
-            "prompts",
-            "micro_batch_size_per_gpu",
-            "micro_batch_tokens",
-            "hf_generate_chunk_size",
-            "fused_logprobs_chunk_rows",
-        ):
-            OPTIONAL_COUNT(name, getattr(self, name))
-        several = not isinstance(self.completion_tokens, int)
-        if several and (not len(self.completion_lengths) or self.prompts is not None):
-            raise ValueError(
-                f"completion_tokens is {self.completion_tokens!r} and prompts is {self.prompts}; "
-                "give the length of every completion without prompts, or one length"
-            )
-        for length in self.completion_lengths:
-            COUNT("completion_tokens", length)
+        for name, rule in _RULES.items():
+            rule(name, getattr(self, name))
+        check_micro_batch_unit(self.micro_batch_size_per_gpu, self.micro_batch_tokens)
+        require(
+            isinstance(self.completion_tokens, Integral) or self.prompts is None,
+            f"completion_tokens is {shorten(self.completion_tokens)} and prompts is "
+            f"{self.prompts}; give the length of every completion without prompts, or one length",
+        )
 
     @property
     def completion_lengths(self) -> tuple[int, ...]:
         """Of every completion of a rollout."""
-        if not isinstance(self.completion_tokens, int):
+        if isinstance(self.completion_tokens, Sequence):
             return tuple(self.completion_tokens)
         prompts = self.prompts or max(1, self.batch_size // self.group_size)
         return (self.completion_tokens,) * (prompts * self.group_size)
