@@ -89,16 +89,25 @@ def run_update(
 def _packing_obstacle(layout: RowLayout, update: UpdateConfig, several: bool) -> str | None:
     """Why neither micro-batches nor several ranks get even numbers of tokens, or None."""
     if layout != "packed":
+        found = "rows are padded"
+        if layout == "shared_prompts":
+            found = "rows of a prompt share it, with copies of its keys and values"
         return (
-            "rows are padded. Packing takes calc_position_embeddings, "
+            f"{found}. Packing takes calc_position_embeddings, "
             'attn_implementation="sdpa", on a GPU float16 or bfloat16 and no sliding window, and '
-            "neither torch_compiler nor ZeRO stage 3"
+            "neither torch_compiler nor ZeRO stage 3; what a model lacks is logged at level INFO "
+            "when it is probed, at the first update of the first agent on it"
         )
     if several:
         return None
     if update.micro_batch_tokens is not None:
         return "micro_batch_tokens decides how many tokens a micro-batch has"
     if update.micro_batch_size >= update.batch_size:
+        if update.micro_batch_size_is_auto:
+            return (
+                f"micro_batch_size_per_gpu='auto' chose {update.micro_batch_size}, which is all "
+                "sequences of an optimizer step; a number below batch_size would cut them"
+            )
         return (
             "all sequences of an optimizer step are one micro-batch; set micro_batch_size_per_gpu "
             "below batch_size"

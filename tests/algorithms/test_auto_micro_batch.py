@@ -63,6 +63,16 @@ def test_an_update_is_that_of_the_number_given(
     assert metrics["mean_loss"] == same["mean_loss"]
 
 
+def test_sequence_packing_names_the_number_that_leaves_nothing_to_cut(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("agilerl.checks._warned", set())
+    set_free(monkeypatch, PLENTY)
+    trained(micro_batch_size_per_gpu="auto", use_sequence_packing=True)
+    assert "no effect: micro_batch_size_per_gpu='auto' chose 4, which is all" in caplog.text
+    assert "below batch_size" in caplog.text
+
+
 def test_rows_count_as_long_as_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as long as those of the first batch; and of several turns a completion is longer."""
     set_free(monkeypatch, 3 * 2**20)

@@ -202,9 +202,15 @@ def test_frozen_passes_are_run_exactly_where_they_are_needed(
 @pytest.mark.parametrize(
     ("layout", "sizes", "says"),
     [
-        ("padded", {"micro_batch_size": 2}, "rows are padded"),
+        ("padded", {"micro_batch_size": 2}, "rows are padded. Packing takes"),
+        ("shared_prompts", {"micro_batch_size": 2}, "prompt share it, with copies of its keys"),
         ("packed", {"micro_batch_size": 2, "micro_batch_tokens": 30}, "micro_batch_tokens decides"),
-        ("packed", {"micro_batch_size": MANY}, "are one micro-batch"),
+        ("packed", {"micro_batch_size": MANY}, "are one micro-batch; set micro_batch_size_per_gpu"),
+        (
+            "packed",
+            {"micro_batch_size": 8, "micro_batch_size_is_auto": True},
+            "micro_batch_size_per_gpu='auto' chose 8",
+        ),
         ("packed", {"micro_batch_size": 2}, None),
     ],
 )

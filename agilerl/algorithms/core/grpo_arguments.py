@@ -171,6 +171,7 @@ class GRPOArguments(LLMArguments):
             top_entropy_quantile=self.top_entropy_quantile,
             micro_batch_tokens=self.micro_batch_tokens,
             balance_tokens=self.use_sequence_packing,
+            micro_batch_size_is_auto=self.micro_batch_size_per_gpu == "auto",
         )
 
 
