@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +22,8 @@ _REMEDY = (
     "it must be a transformers.BitsAndBytesConfig, or a dict of its arguments such as "
     "{'load_in_4bit': True, 'bnb_4bit_quant_type': 'nf4'}"
 )
+QUANT_TYPES = ("nf4", "fp4")
+COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HEAD = "lm_head"
 _WRITTEN_BY_TRANSFORMERS = ("quant_method", "_load_in_4bit", "_load_in_8bit")
 _running: WeakSet[PreTrainedModel] = WeakSet()
@@ -32,7 +35,6 @@ def check_quantization_config(name: str, value: Any) -> None:
     """Refuse what does not say how bitsandbytes shall quantize.
 
     Raises:
-        ImportError: bitsandbytes is not installed.
         TypeError: The value, or one in it, has the wrong type.
         ValueError: It asks for no quantization, or for one that keeps whole weights.
     """
@@ -43,11 +45,7 @@ def check_quantization_config(name: str, value: Any) -> None:
         f"{name} is {shorten(value)}; {_REMEDY}",
         TypeError,
     )
-    require(
-        importlib.util.find_spec("bitsandbytes") is not None,
-        f"{name} is given, which needs bitsandbytes: pip install 'agilerl[quantization]'",
-        ImportError,
-    )
+    _check_4bit_names(name, value if isinstance(value, dict) else vars(value))
     settings = _settings(name, value)
     bits = [key for key in ("load_in_4bit", "load_in_8bit") if settings[key]]
     require(
@@ -59,6 +57,22 @@ def check_quantization_config(name: str, value: Any) -> None:
         not settings["llm_int8_has_fp16_weight"],
         f"{name} has llm_int8_has_fp16_weight set, which keeps whole weights to train them; the "
         "base is frozen, so leave it at False",
+    )
+
+
+def require_bitsandbytes(name: str) -> None:
+    """Refuse to quantize where bitsandbytes is not installed.
+
+    Args:
+        name: The argument that asks for it.
+
+    Raises:
+        ImportError: It is not.
+    """
+    require(
+        importlib.util.find_spec("bitsandbytes") is not None,
+        f"{name} is given, which needs bitsandbytes: pip install 'agilerl[quantization]'",
+        ImportError,
     )
 
 
@@ -169,6 +183,23 @@ def _packed_layers(model: PreTrainedModel, kind: str) -> list[Any]:
         for module in model.modules()
         if type(module).__name__ == kind and type(module).__module__.startswith("bitsandbytes.")
     ]
+
+
+def _check_4bit_names(name: str, given: Mapping[str, Any]) -> None:
+    """Refuse what transformers fails at only while it loads the weights."""
+    kind = given.get("bnb_4bit_quant_type", QUANT_TYPES[0])
+    require(
+        kind in QUANT_TYPES,
+        f"{name} has bnb_4bit_quant_type {shorten(kind)}; it must be one of "
+        f"{', '.join(map(repr, QUANT_TYPES))}",
+    )
+    dtype = given.get("bnb_4bit_compute_dtype")
+    known = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    require(
+        dtype is None or known in COMPUTE_DTYPES,
+        f"{name} has bnb_4bit_compute_dtype {shorten(dtype)}; it must be one of "
+        f"{', '.join(map(str, COMPUTE_DTYPES))}, the name of one, or None",
+    )
 
 
 def _settings(name: str, value: BitsAndBytesConfig | dict[str, Any]) -> dict[str, Any]:

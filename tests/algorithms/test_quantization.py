@@ -182,7 +182,6 @@ def test_a_skip_list_without_the_head_keeps_it_whole(name: str) -> None:
         make_agent(model=packed(name, **skipping))
 
 
-@needs_bitsandbytes
 @pytest.mark.parametrize(
     ("value", "error", "says"),
     [
@@ -192,6 +191,10 @@ def test_a_skip_list_without_the_head_keeps_it_whole(name: str) -> None:
         ({"load_in_2bit": True}, ValueError, "'load_in_2bit'.*BitsAndBytesConfig"),
         ({"load_in_4bit": "yes"}, TypeError, "load_in_4bit must be a boolean"),
         ({"quant_method": "gptq"}, ValueError, "quant_method 'gptq'.*BitsAndBytesConfig"),
+        (NF4 | {"bnb_4bit_quant_type": "nf5"}, ValueError, "quant_type 'nf5'; .* 'nf4', 'fp4'"),
+        (NF4 | {"bnb_4bit_compute_dtype": "bf17"}, ValueError, "dtype 'bf17'; .*torch.bfloat16"),
+        (NF4 | {"bnb_4bit_compute_dtype": torch.int8}, ValueError, "dtype torch.int8; .*torch"),
+        (BitsAndBytesConfig(bnb_4bit_quant_type="nf5"), ValueError, "quant_type 'nf5'; "),
         ("nf4", TypeError, "'nf4'.*BitsAndBytesConfig"),
     ],
     ids=str,
@@ -201,7 +204,6 @@ def test_bad_configs_are_named(value: Any, error: type[Exception], says: str) ->
         make_agent(model_name="somewhere", quantization_config=value)
 
 
-@needs_bitsandbytes
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -210,7 +212,11 @@ def test_bad_configs_are_named(value: Any, error: type[Exception], says: str) ->
     ],
     ids=["network", "twice"],
 )
-def test_a_second_place_to_say_it_is_refused(changes: dict[str, Any], says: str) -> None:
+def test_a_second_place_to_say_it_is_refused(
+    changes: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Before a library is asked for that would not help.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=f"quantization_config.*{says}|model_config has .*{says}"):
         make_agent(**({"model_name": "x", "quantization_config": NF4} | changes))
 

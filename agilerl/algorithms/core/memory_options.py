@@ -7,6 +7,7 @@ from typing import Any
 
 from agilerl.checks import require
 from agilerl.llm.engine.accelerator_config import partitions_base
+from agilerl.llm.quantization import require_bitsandbytes
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes of ``torch.compile``."""
@@ -16,6 +17,7 @@ def check_memory_options(arguments: Mapping[str, Any]) -> None:
     """Refuse combinations that cannot work, or save nothing.
 
     Raises:
+        ImportError: If one needs a library that is not installed.
         ValueError: Naming both options and the remedy.
     """
     _check_quantization(arguments)
@@ -43,6 +45,8 @@ def _check_quantization(arguments: Mapping[str, Any]) -> None:
         "quantization_config" not in (arguments["model_config"] or {}),
         "model_config has a quantization_config; pass it as the argument quantization_config",
     )
+    if arguments["quantization_config"] is not None:
+        require_bitsandbytes("quantization_config")
 
 
 def _check_offload(arguments: Mapping[str, Any]) -> None:
