@@ -196,8 +196,8 @@ class UpdateConfig:
     micro_batch_tokens: int | None = None
     """Most tokens of this rank per forward and backward, in place of ``micro_batch_size``."""
     balance_tokens: bool = False
-    """Cut packed rows into micro-batches of even numbers of tokens, not of rows, and deal those of
-    each optimizer step to the ranks so that all have about as many."""
+    """Cut packed rows into micro-batches of about equal numbers of tokens, not of rows, and deal
+    those of each optimizer step to the ranks so that all have about as many."""
     micro_batch_size_is_auto: bool = False
     """Whether ``micro_batch_size`` was chosen by the free memory, for messages."""
 

@@ -141,7 +141,7 @@ def balance_over_ranks(
     *,
     packed: bool,
 ) -> tuple[TrainBatch, list[StepRows]]:
-    """Exchange rows among ranks, so that they have even numbers of tokens in each step.
+    """Exchange rows among ranks, so that all have about equal numbers of tokens in each step.
 
     Args:
         batch: This rank's rows.
