@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from alternating import alternate
@@ -42,7 +42,7 @@ def run_workload(
     )
     results = {name: _summary(reports[name], workload.warmup_steps) for name in sides}
     return {
-        "settings": asdict(workload),
+        "settings": asdict(replace(workload, measured_steps=steps)),
         "sides": results,
         "ratio": _ratios(results),
     }
@@ -105,7 +105,8 @@ def main() -> None:
         steps = arguments.steps or workload.measured_steps
         return run_workload(workload, sides, steps, arguments.threads)
 
-    run_workloads(workloads, run, print_summary, arguments.threads, arguments.out)
+    steps = arguments.steps  # None: as many as each workload's settings say
+    run_workloads(workloads, run, print_summary, arguments.threads, arguments.out, steps=steps)
 
 
 if __name__ == "__main__":

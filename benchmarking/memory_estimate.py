@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from alternating import in_a_process
@@ -109,7 +109,7 @@ def summary(
         {**steps[highest], "peak": max(steps[highest].values())} for steps in (measured, predicted)
     )
     return {
-        "settings": asdict(workload),
+        "settings": asdict(replace(workload, warmup_steps=1, measured_steps=len(measured))),
         "measured": found,
         "predicted": estimate,
         "ratio": {stage: estimate[stage] / found[stage] for stage in found},
@@ -146,7 +146,7 @@ def main() -> None:
         predicted = [predict(workload, step) for step in range(1, steps + 1)]
         return summary(workload, measured, predicted)
 
-    run_workloads(workloads, run, print_summary, given.threads, given.out)
+    run_workloads(workloads, run, print_summary, given.threads, given.out, steps=steps)
 
 
 if __name__ == "__main__":

@@ -151,12 +151,11 @@ def measure_memory(workload: Workload, side: str, threads: int) -> dict[str, int
     return peak.read()
 
 
-def run_workload(workload: Workload, plays: int, threads: int) -> dict[str, Any]:
+def run_workload(workload: Workload, threads: int) -> dict[str, Any]:
     """Play both ways in turn.
 
     Args:
         workload: What to play.
-        plays: Plays per side that count.
         threads: CPU threads of torch where memory is measured.
 
     Returns:
@@ -166,7 +165,7 @@ def run_workload(workload: Workload, plays: int, threads: int) -> dict[str, Any]
     agent = build_agent(workload)
     reports: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     equal_rows = 1.0
-    for number in range(plays + 1):
+    for number in range(workload.plays + 1):
         sampled = []
         for side in SIDES:
             report = play(agent, workload, side)
@@ -238,9 +237,12 @@ def main() -> None:
 
     def run(name: str) -> dict[str, Any]:
         workload = workloads[name]
-        return run_workload(workload, arguments.plays or workload.plays, arguments.threads)
+        workload = replace(workload, plays=arguments.plays or workload.plays)
+        return run_workload(workload, arguments.threads)
 
-    run_workloads(workloads, run, print_summary, arguments.threads, arguments.out)
+    run_workloads(
+        workloads, run, print_summary, arguments.threads, arguments.out, steps=arguments.plays
+    )
 
 
 if __name__ == "__main__":

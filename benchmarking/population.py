@@ -182,7 +182,8 @@ def run_workload(workload: Workload, sizes: Iterable[int], steps: int, threads: 
             / by_size[smallest]["memory_bytes"]["one by one"]["added"]
             for mode in MODES
         }
-    return {"settings": asdict(workload), "population": by_size}
+    settings = replace(workload, warmup_steps=1, measured_steps=steps)
+    return {"settings": asdict(settings), "population": by_size}
 
 
 def print_summary(name: str, result: dict[str, Any]) -> None:
@@ -219,6 +220,7 @@ def main() -> None:
         print_summary,
         given.threads,
         given.out,
+        steps=steps,
     )
 
 

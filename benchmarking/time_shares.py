@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from alternating import in_a_process
@@ -160,9 +160,10 @@ def main() -> None:
 
     def run(name: str) -> dict[str, Any]:
         found = in_a_process(measure, workloads[name], given.steps, given.threads)
-        return {"settings": asdict(workloads[name]), **found}
+        settings = replace(workloads[name], measured_steps=given.steps)
+        return {"settings": asdict(settings), **found}
 
-    run_workloads(workloads, run, print_summary, given.threads, given.out)
+    run_workloads(workloads, run, print_summary, given.threads, given.out, steps=given.steps)
 
 
 if __name__ == "__main__":

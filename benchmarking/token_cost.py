@@ -57,7 +57,7 @@ def run_axis(
         }
     tokens = [cost["tokens"] for cost in found]
     return {
-        "settings": asdict(base),
+        "settings": asdict(replace(base, warmup_steps=1, measured_steps=steps)),
         "field": field,
         "factors": by_factor,
         "fit": {
@@ -147,7 +147,7 @@ def main() -> None:
     def run(axis: str) -> dict[str, Any]:
         return run_axis(base, AXES[axis], factors, steps, given.threads)
 
-    run_workloads(axes, run, print_summary, given.threads, given.out)
+    run_workloads(axes, run, print_summary, given.threads, given.out, steps=steps)
 
 
 if __name__ == "__main__":

@@ -161,6 +161,21 @@ def test_what_cannot_be_compared_is_named(
     assert printed.count("not compared") == 3 + len(figures.FIGURES) - 1
 
 
+@pytest.mark.parametrize(("recorded", "code"), [(False, 0), (True, 1)])
+def test_other_numbers_of_steps_are_other_settings_where_files_record_them(
+    recorded: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = Folders(tmp_path)
+    for folder, steps, top in (
+        (folders.old, 9, {"steps": None} if recorded else {}),
+        (folders.new, 2, {"steps": 2}),
+    ):
+        workload = step(0.5) | {"settings": {"prompts": 8, "measured_steps": steps}}
+        written = {**top, "workloads": {"tiny": workload}}
+        (folder / "grpo-step-cpu.json").write_text(json.dumps(written))
+    assert folders.compare(monkeypatch) == code
+
+
 def test_committed_results_are_those_of_the_committed_results(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
