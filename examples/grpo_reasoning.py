@@ -6,7 +6,8 @@ A byte-level model of 0.6 million parameters, warmed up until it spells about fo
 backward, is trained by reinforcement learning on words it is scored on by reasoning-gym, and
 evaluated on held-out words. Written to the output folder: learning curve, checkpoint with the
 adapter as a PEFT directory, metrics and sample completions. With --vllm completions are sampled by
-a vLLM engine instead of by Hugging Face's model.
+a vLLM engine instead of by Hugging Face's model. Ctrl-C ends training early, and with --resume the
+same command goes on from there.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import argparse
 import csv
 import logging
+import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from agilerl.testing import (
     spell_backward_correct,
     spell_backward_datasets,
 )
+from agilerl.training.callbacks import Callback, RunProgress
 from agilerl.training.train_llm import finetune_llm_reasoning
 from agilerl.typing import Evaluation
 from agilerl.utils.algo_utils import VLLMConfig
@@ -56,6 +58,16 @@ RECIPES = {
 }
 
 
+class HowItEnded(Callback):
+    """Keeps how far the run was when it ended, and why."""
+
+    progress: RunProgress
+
+    def on_end(self, progress: RunProgress) -> None:
+        """When the run has ended."""
+        self.progress = progress
+
+
 def main() -> None:
     """Train, and print and save the results."""
     args = parse_arguments()
@@ -67,17 +79,19 @@ def main() -> None:
     agent = make_agent(args.algorithm, model, tokenizer, args.seed, **vllm)
 
     before = answer_test_split(agent, env)
-    started = time.perf_counter()
+    end = HowItEnded()
     finetune_llm_reasoning(
         [agent],
         env=env,
         max_steps=PROMPTS_PER_STEP * args.iterations,
         evaluation_interval=20,
         checkpoint_path=output / "run",
+        resume_from=output / "run" if args.resume else None,
+        callbacks=[end],
         max_reward=1.0,
         verbose=not args.quiet,
     )
-    minutes = (time.perf_counter() - started) / 60
+    minutes = end.progress.wall_seconds / 60
     after = answer_test_split(agent, env)
 
     agent.save_checkpoint(output / "checkpoint")
@@ -90,6 +104,8 @@ def main() -> None:
         f"(+{100 * (accuracy(after) - accuracy(before)):.1f} points) on "
         f"{len(after.questions)} questions, {minutes:.1f} minutes of training"
     )
+    if end.progress.stopped_by is not None:
+        print(how_to_continue(end.progress.iteration, args.iterations))
     print(
         f"learning curve: {output / 'learning_curve.png'}\n"
         f"adapter:        {output / 'checkpoint' / 'actor'}"
@@ -113,9 +129,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--vllm", action="store_true", help="generate with vLLM, which must be installed"
     )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from where this command was stopped"
+    )
     parser.add_argument("--output", default="demo_output")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args()
+
+
+def how_to_continue(iteration: int, iterations: int) -> str:
+    """What to say of a run that was stopped early."""
+    words = [arg for arg in sys.argv if arg != "--resume"]
+    command = shlex.join([sys.executable, *words, "--resume"])
+    return f"(stopped after iteration {iteration} of {iterations}; it goes on with: {command})"
 
 
 def make_env(

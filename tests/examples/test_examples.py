@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 from launched_once import launched_once
 from processes import kill_launcher
+
+from agilerl.training.callbacks import Callback
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS_VLLM = pytest.mark.skipif(
@@ -183,6 +186,24 @@ def test_reasoning_with_other_algorithms(
     script = EXAMPLES / "grpo_reasoning.py"
     run_here(script, *arguments, cwd=tmp_path, monkeypatch=monkeypatch)
     assert_demo_output(tmp_path, algorithm, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_reasoning_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, arguments = EXAMPLES / "grpo_reasoning.py", ("--iterations", "2", "--quiet")
+    with monkeypatch.context() as pressed:
+        pressed.setattr(Callback, "on_iteration", lambda *_: signal.raise_signal(signal.SIGINT))
+        run_here(script, *arguments, cwd=tmp_path, monkeypatch=monkeypatch)
+    stopped = capsys.readouterr().out
+    assert "stopped after iteration 1 of 2" in stopped and "--quiet --resume)" in stopped
+    run_here(script, *arguments, "--resume", cwd=tmp_path, monkeypatch=monkeypatch)
+    output = capsys.readouterr().out
+    assert_demo_output(tmp_path, "grpo", output)
+    assert "stopped" not in output
+    metrics = (tmp_path / "demo_output" / "grpo-seed0" / "run" / "metrics.csv").read_text()
+    assert metrics.splitlines()[-1].startswith("2,")
 
 
 @pytest.mark.slow
