@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -11,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from torch import nn
 
+from agilerl.checks import warn_once
 from agilerl.llm import adapters
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.causal_lm import LogitHead, find_head
@@ -22,6 +24,8 @@ from agilerl.utils.garbage import is_collecting_garbage
 
 if TYPE_CHECKING:
     from agilerl.llm.engine.partitioned_base import PartitionedBase
+
+logger = logging.getLogger(__name__)
 
 
 class Policy:
@@ -173,6 +177,7 @@ class Policy:
                     "while they run, which cannot be compiled; use torch_compiler=None or "
                     "zero_stage 2"
                 )
+            warn_once(logger, "torch_compiler is %r: the first learn may compile for minutes", mode)
             compiled = torch.compile(self.base.decoder, mode=mode, dynamic=True)
             self._decoder = cast(nn.Module, compiled)
 
