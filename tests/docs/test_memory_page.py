@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from documentation_page import run_page
+from memory_options import options_table
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from agilerl.testing import tiny_model
@@ -17,7 +18,12 @@ PLAIN, HEADING, QUANTIZED = PAGE.partition("## A quantized base")
 
 def test_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page(PLAIN, shown=1)
+    run_page(PLAIN, shown=2)
+
+
+@pytest.mark.slow
+def test_table_of_options_is_what_is_predicted() -> None:
+    assert options_table() in PAGE
 
 
 @pytest.mark.process
@@ -28,4 +34,4 @@ def test_code_with_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     tiny_model().save_pretrained("first")
     config = BitsAndBytesConfig(load_in_4bit=True)
     AutoModelForCausalLM.from_pretrained("first", quantization_config=config)
-    assert HEADING and run_page(PAGE, shown=3)
+    assert HEADING and run_page(PAGE, shown=4)
