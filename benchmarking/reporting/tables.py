@@ -32,6 +32,13 @@ def provenance(result: Result) -> str:
     )
 
 
+def machine(result: Result) -> str:
+    """Say briefly on what the figures were measured."""
+    versions = result["versions"]
+    trl = f"TRL {versions['trl']}, " if "trl" in versions else ""
+    return f"{trl}torch {versions['torch']}, {result['cpu']}, {result['date'][:10]}."
+
+
 def grpo_step(result: Result) -> str:
     """Ours / TRL of every workload."""
     rows = [
@@ -191,7 +198,7 @@ def _megabytes(memory: dict[str, int]) -> str:
 
 TABLES: dict[str, tuple[str, tuple[Callable[[Result], str], ...]]] = {
     "grpo_step": ("grpo-step-cpu.json", (grpo_step, provenance)),
-    "grpo_step ratios": ("grpo-step-cpu.json", (grpo_step,)),
+    "grpo_step ratios": ("grpo-step-cpu.json", (grpo_step, machine)),
     "time_shares": ("time-shares-cpu.json", (time_shares, provenance)),
     "token_cost": ("token-cost-cpu.json", (token_cost, provenance)),
     "logprob_memory": ("logprob-memory-cpu.json", (logprob_memory, provenance)),

@@ -2,7 +2,7 @@
 
 Nothing is downloaded or run; it takes about a minute.
 
-    .venv/bin/python benchmarking/memory_options.py
+    .venv/bin/python benchmarking/reporting/memory_options.py
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "`micro_batch_size_per_gpu=8`": {},
     "no micro-batches (`micro_batch_size_per_gpu=None`)": {"micro_batch_size_per_gpu": None},
     "`micro_batch_size_per_gpu=2`": {"micro_batch_size_per_gpu": 2},
-    "`micro_batch_tokens=2048`": {"micro_batch_tokens": 2048},
+    "`micro_batch_tokens=2048`": {"micro_batch_size_per_gpu": None, "micro_batch_tokens": 2048},
     "`gradient_checkpointing=False`": {"gradient_checkpointing": False},
     "`gradient_checkpointing=False`, `micro_batch_size_per_gpu=2`": {
         "gradient_checkpointing": False,
