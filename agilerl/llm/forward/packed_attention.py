@@ -103,7 +103,7 @@ def _padded_kernels(
     device = rows.positions.device
 
     def own(lengths: Sequence[int], starts: Sequence[int]) -> Iterator[PaddedBlock]:
-        for together in rows_together(lengths):
+        for together in rows_together(lengths, lengths):
             tokens = _some_rows(together, starts, lengths, device)
             mask = None
             if window is not None and window < tokens.width:

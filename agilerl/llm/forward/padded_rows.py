@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-# A longer row attends in a call of its own, without copies; calls for shorter ones would take
-# longer than their arithmetic.
-LONGEST_TOGETHER = 128
-# Shorter rows are padded together whatever their lengths are.
-SHORTEST_PADDED = 32
+# How many times the arithmetic of a row may become by padding, so that it shares a call: calls for
+# short rows would take longer than their arithmetic.
+MOST_PADDING, MOST_PADDING_SHORT = 1.3, 4.0
+SHORT = 128
+# Rows up to this length run together whatever their lengths are.
+NEGLIGIBLE = 32
 
 
-def rows_together(*lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Which rows to run in one call: those of one shape, or of similar ones if they are short.
+def rows_together(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]]:
+    """Which rows attend in one call, padded to the longest of them.
 
     Args:
-        lengths: Of each row's operands, such as its queries and its keys. A row whose first one is
-            empty is in no call.
+        queries: Of each row; a row without any is in no call.
+        keys: Of each row.
     """
-    shapes = list(zip(*lengths, strict=True))
-    groups: dict[object, list[int]] = {}
-    even = len(set(shapes)) == 1
-    for row, shape in enumerate(shapes):
-        if shape[0]:
-            alone = max(shape) > LONGEST_TOGETHER and not even
-            key = row if alone else tuple(_size_class(length) for length in shape)
-            groups.setdefault(key, []).append(row)
-    yield from groups.values()
+    shapes = list(zip(queries, keys, strict=True))
+    rows = [row for row, shape in enumerate(shapes) if shape[0]]
+    groups: list[list[int]] = []
+    widths, least = (0, 0), 0
+    for row in sorted(rows, key=lambda row: shapes[row], reverse=True):
+        own = shapes[row]
+        wider = max(own[0], widths[0]), max(own[1], widths[1])
+        smaller = min(math.prod(own), least)
+        if groups and _may_be_padded(smaller, wider):
+            groups[-1].append(row)
+            widths, least = wider, smaller
+        else:
+            groups.append([row])
+            widths, least = own, math.prod(own)
+    return [sorted(group) for group in groups]
 
 
-def _size_class(length: int) -> int:
-    """The same for lengths between two powers of two."""
-    return max(length - 1, SHORTEST_PADDED - 1).bit_length()
+def _may_be_padded(products: int, widths: tuple[int, int]) -> bool:
+    """Whether a row of so many products of a query and a key may run padded to these widths."""
+    most = MOST_PADDING_SHORT if max(widths) <= SHORT else MOST_PADDING
+    return max(widths) <= NEGLIGIBLE or math.prod(widths) <= most * products
 
 
 @dataclass(frozen=True)
