@@ -70,7 +70,7 @@ class TrainBatch:
     origin_rank: torch.Tensor | None = None
     """``(B,)`` long: the rank whose batch each row was given in; None: this one's."""
     origin_row: torch.Tensor | None = None
-    """``(B,)`` long: its place in that batch; None: where it is."""
+    """``(B,)`` long: its place in the batch as it was given; None: where it is."""
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -91,6 +91,13 @@ class TrainBatch:
         if self.trajectory_ids is None:
             return torch.arange(len(self), device=self.device)
         return self.trajectory_ids
+
+    @property
+    def row_as_given(self) -> torch.Tensor:
+        """``(B,)`` long: ``origin_row``, or the row's own number where there is none."""
+        if self.origin_row is None:
+            return torch.arange(len(self), device=self.device)
+        return self.origin_row
 
     @property
     def prompt_of_trajectory(self) -> torch.Tensor:
@@ -136,12 +143,14 @@ class TrainBatch:
         if not len(rows):
             nothing = torch.zeros_like(batch.action_mask)
             batch = replace(batch, action_mask=nothing, loss_mask=nothing, denominator_mask=None)
+        given = self.row_as_given[rows if len(rows) else self.shortest_row]
         trajectories, groups = batch.trajectory_ids, batch.group_ids
         return replace(
             batch,
             prompt_index=_counted(batch.prompt_index),
             trajectory_ids=None if trajectories is None else _counted(trajectories),
             group_ids=None if groups is None else _counted(groups),
+            origin_row=given,
         )
 
     def to(self, device: torch.device | str) -> TrainBatch:
@@ -166,7 +175,7 @@ class TrainBatch:
 
         def joined(name: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
             if name in ("prompt_index", "trajectory_ids", "group_ids"):
-                second = second + first.max() + 1
+                second = _counted(second) + first.max() + 1
             if first.dim() == 1:
                 return torch.cat([first, second])
             least = width if name == "token_ids" else width - 1

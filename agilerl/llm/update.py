@@ -191,11 +191,11 @@ class _Updater:
     def _as_given(self, rows: torch.Tensor) -> tuple[list[int], ...]:
         """All ranks' rows, by the rank whose batch they were given in and their places there."""
         batch, ranks = self.batch, self.engine.ranks
-        if batch.origin_rank is None or batch.origin_row is None:
-            own = [(ranks.rank, row) for row in rows.tolist()]
-        else:
-            places = batch.origin_rank[rows].tolist(), batch.origin_row[rows].tolist()
-            own = list(zip(*places, strict=True))
+        given = batch.row_as_given[rows].tolist()
+        origins = [ranks.rank] * len(given)
+        if batch.origin_rank is not None:
+            origins = batch.origin_rank[rows].tolist()
+        own = list(zip(origins, given, strict=True))
         by_rank: tuple[list[int], ...] = tuple([] for _ in range(ranks.world_size))
         for rank, row in itertools.chain.from_iterable(ranks.gather(own)):
             by_rank[rank].append(row)

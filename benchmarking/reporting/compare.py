@@ -85,10 +85,10 @@ class Comparison:
             points: Of shares, in percentage points.
         """
         for path, (old, new) in self.ratios.items():
-            if abs(new / old - 1) > tolerance:
+            if not abs(new - old) <= tolerance * abs(old):  # NaN differs too
                 yield f"{path} {old:.2f} -> {new:.2f}"
         for path, (old, new) in self.shares.items():
-            if 100 * abs(new - old) > points:
+            if not 100 * abs(new - old) <= points:
                 yield f"{path} {old:.0%} -> {new:.0%}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from agent_helpers import fixed_rollouts, make_agent, randomise, weights
 
 from agilerl import checks
 from agilerl.algorithms import CISPO, GRPO, GSPO
+from agilerl.llm.step_results import NonFiniteUpdateError
 
 LEFT = torch.tensor([[True, False, True, False], [False, False, True, True]])
 
@@ -141,6 +143,21 @@ def test_rows_that_are_left_out_are_not_run(monkeypatch: pytest.MonkeyPatch) -> 
     # epochs.
     rows = int(LEFT.sum()) + 1
     assert 3 * rows < sum(run) < 4 * rows
+
+
+def test_rows_are_named_as_they_were_given(caplog: pytest.LogCaptureFixture) -> None:
+    agent = make_agent(**settings(beta=0.1))
+    data = rollouts()
+    for parameter in agent.policy.parameters().values():
+        parameter.data.fill_(math.inf)
+    inputs = {"turn_ids": data.turns, "trajectory_ids": data.trajectory_ids, "sample_mask": LEFT}
+    with caplog.at_level(logging.WARNING, "agilerl"), pytest.raises(NonFiniteUpdateError):
+        agent.learn((data.ids, data.turns >= 0, data.rewards), **inputs)
+    named = {
+        int(row) for rows in re.findall(r"rows \[([^]]+)\]", caplog.text) for row in rows.split(",")
+    }
+    # Those of the trajectories 0, 2, 6 and 7.
+    assert named == {0, 2, 3, 7, 8}
 
 
 def test_all_left_out_is_a_skipped_update(

@@ -110,10 +110,22 @@ on_a_gpu = [
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("groups", "order"),
+    [
+        ({70: [40, 1, 3], 33: [70], 5: [1]}, [0, 3, 2, 4, 1]),
+        ({5: [2], 3: [1]}, [0, 1]),  # a single query, and a prompt that no query attends to
+    ],
+    ids=["ragged", "single query"],
+)
 def test_packed_attention_in_half_precision_is_that_of_a_dense_mask(
-    key_heads: int, dtype: torch.dtype, device: str
+    groups: dict[int, list[int]],
+    order: list[int],
+    key_heads: int,
+    dtype: torch.dtype,
+    device: str,
 ) -> None:
-    batch = batch_of({70: [40, 1, 3], 33: [70], 5: [1]}, [0, 3, 2, 4, 1])
+    batch = batch_of(groups, order)
     rows = PackedRows.of(batch.to(device))
     generator = torch.Generator().manual_seed(0)
     inputs = [

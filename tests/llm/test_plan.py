@@ -99,7 +99,7 @@ def test_a_rank_with_few_long_rows_cuts_as_many_micro_batches_as_the_mean() -> N
             return tensor * 4
 
         def gather(self, value: Any) -> list[Any]:
-            return [value, None]  # pads its rows, so that none move
+            return [value, value]  # as many tokens, so that no row moves
 
     batch, active = batch_of([3] * 2, [40, 40]), torch.ones(2, dtype=torch.bool)
     update = UpdateConfig(2, 2, epochs=1, max_grad_norm=1.0, balance_tokens=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agilerl.distributed import Ranks
-from agilerl.llm.batch import make_batch
+from agilerl.llm.batch import TrainBatch, make_batch
+from agilerl.llm.config import UpdateConfig
+from agilerl.llm.plan import plan_mini_batches
 from agilerl.llm.plan.rank_balancing import (
     LEAST_GAIN,
     Trajectory,
@@ -102,15 +106,55 @@ def test_the_largest_rank_gets_less_or_nothing_moves(held: Held, together: int |
             assert tokens > even or len({chosen[i] for i in places}) == 1
 
 
+def two_prompts() -> TrainBatch:
+    """Two completions of each, all as long."""
+    ids = [torch.tensor([prompt, 1, 2, 3]) for prompt in (7, 7, 8, 8)]
+    return make_batch(ids, [torch.tensor([True] * 3)] * 4)
+
+
+def test_rows_with_and_without_a_gradient_are_dealt_separately() -> None:
+    batch = two_prompts()
+    other = [[], [Trajectory(0, [0, 1, 2, 3], [(0, 1, 2)] * 4)]]
+    sent: list[Any] = []
+
+    class OtherHasNoGradient(Ranks):
+        world_size = 2
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, other]
+
+        def exchange(self, values: Sequence[Any]) -> list[Any]:
+            sent.extend(values)
+            return [None, None]
+
+    everything = [(torch.arange(4), torch.arange(0))]
+    _, [(trained, idle)] = balance_over_ranks(batch, everything, OtherHasNoGradient(), None)
+    assert len(trained) == 2
+    assert not len(idle)
+    assert sent[0] is None
+    assert len(sent[1][0]) == 2
+
+
 def test_nothing_moves_unless_all_ranks_pack_rows() -> None:
     class OtherPads(Ranks):
         world_size = 2
 
-        def gather(self, value: Any) -> list[Any]:
-            return [value, None]
+        def max(self, values: torch.Tensor) -> torch.Tensor:
+            return values.clamp(min=1)
 
-    batch = make_batch(torch.tensor([[1, 2, 3]] * 2), torch.tensor([[False, True]] * 2))
-    steps = [(torch.arange(2), torch.arange(0))]
-    found, kept = balance_over_ranks(batch, steps, OtherPads(), None, packed=True)
-    assert found is batch
-    assert kept == steps
+        def gather(self, value: Any) -> list[Any]:
+            raise AssertionError("no rank may ask for tokens")
+
+    batch = two_prompts()
+    update = UpdateConfig(
+        batch_size=4, micro_batch_size=4, epochs=1, max_grad_norm=1.0, balance_tokens=True
+    )
+    planned, _ = plan_mini_batches(
+        replace(batch, loss_mask=batch.action_mask),
+        torch.ones(4, dtype=torch.bool),
+        update,
+        OtherPads(),
+        torch.Generator(),
+        layout="packed",
+    )
+    assert len(planned) == 4

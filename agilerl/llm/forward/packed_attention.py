@@ -87,7 +87,9 @@ def _varlen_kernels(
 
     def boundaries(lengths: Sequence[int]) -> Boundaries:
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return Boundaries(starts.to(rows.positions.device), max(lengths))
+        # An upper bound. With 1 the kernel takes it that every row has a query, where heads share
+        # keys, and rows of completions may have none.
+        return Boundaries(starts.to(rows.positions.device), max(2, *lengths))
 
     own = boundaries([*rows.prompts, *rows.completions])
     continuations, prompts = boundaries(rows.continuations), boundaries(rows.prompts)
@@ -101,15 +103,15 @@ def _padded_kernels(
     rows: PackedRows, window: int | None, dtype: torch.dtype
 ) -> tuple[AttentionKernel, AttentionKernel]:
     device = rows.positions.device
+    longest = max(*rows.prompts, *rows.completions)
+    band = None if window is None else _band(longest, window, dtype, device)
 
     def own(lengths: Sequence[int], starts: Sequence[int]) -> Iterator[PaddedBlock]:
         for together in rows_together(lengths, lengths):
             tokens = _some_rows(together, starts, lengths, device)
             mask = None
-            if window is not None and window < tokens.width:
-                place = torch.arange(tokens.width, device=device)
-                distance = place[:, None] - place
-                mask = _additive((distance >= 0) & (distance < window), dtype)[None, None]
+            if band is not None and window is not None and window < tokens.width:
+                mask = band[..., : tokens.width, : tokens.width]
             yield PaddedBlock(tokens, tokens, causal=mask is None, mask=mask)
 
     def prefix() -> Iterator[PaddedBlock]:
@@ -128,6 +130,15 @@ def _padded_kernels(
     blocks = [*own(rows.prompts, _starts(rows.prompts))]
     blocks += own(rows.completions, _starts(rows.completions, rows.prompt_tokens))
     return PaddedAttention(blocks), PaddedAttention(list(prefix()))
+
+
+def _band(width: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """Mask ``(1, 1, width, width)`` of a sliding window; None where it hides nothing."""
+    if window >= width:
+        return None
+    place = torch.arange(width, device=device)
+    distance = place[:, None] - place
+    return _additive((distance >= 0) & (distance < window), dtype)[None, None]
 
 
 def _starts(lengths: Sequence[int], first: int = 0) -> list[int]:

@@ -95,10 +95,14 @@ def plan_mini_batches(
     if update.top_entropy_quantile is None:
         idle = torch.zeros_like(idle)
     run = [(rows[active[rows]], rows[idle[rows]]) for rows in shares]
-    if update.balance_tokens and ranks.world_size > 1 and not lockstep:
+    balanced = update.balance_tokens and ranks.world_size > 1 and not lockstep
+    if balanced:
+        # Unless all ranks run packed rows, each has its own.
+        balanced = not ranks.max(torch.tensor(int(layout != "packed")))
+    if balanced:
         together = update.micro_batch_size if update.micro_batch_tokens is None else None
-        batch, run = balance_over_ranks(batch, run, ranks, together, packed=layout == "packed")
-    mean_rows = [float(total) / ranks.world_size for total in totals[:, 2]]
+        batch, run = balance_over_ranks(batch, run, ranks, together)
+    mean_rows = [float(total) / ranks.world_size if balanced else None for total in totals[:, 2]]
     micro_batches = [
         _micro_batches(batch, rows, update, layout, mean)
         for (rows, _), mean in zip(run, mean_rows, strict=True)
@@ -119,19 +123,25 @@ def _micro_batches(
     rows: torch.Tensor,
     update: UpdateConfig,
     layout: RowLayout,
-    mean_rows: float = 0.0,
+    mean_rows: float | None = None,
 ) -> list[torch.Tensor]:
     """Cut rows into micro-batches, by what the settings count.
 
-    A rank with fewer rows than the mean of the ranks has longer ones: where tokens are balanced, it
-    cuts as many micro-batches as if it had the mean.
+    Args:
+        batch: The rows.
+        rows: Which of them.
+        update: Sizes.
+        layout: How forwards lay rows out.
+        mean_rows: The mean number of rows of ranks that have about as many tokens each, by which
+            all cut as many micro-batches; None: this rank goes by its own.
     """
     if update.micro_batch_tokens is not None:
         if layout == "padded":  # rows of equal length need little padding
             rows = rows[batch.lengths[rows].argsort(stable=True)]
         return split_by_tokens(batch, rows, update.micro_batch_tokens, layout)
     if update.balance_tokens and layout == "packed":
-        parts = math.ceil(max(len(rows), mean_rows) / update.micro_batch_size)
+        count = len(rows) if mean_rows is None else mean_rows
+        parts = math.ceil(count / update.micro_batch_size)
         return split_evenly_by_tokens(batch, rows, parts)
     return split_into_micro_batches(batch, rows, update.micro_batch_size, layout)
 

@@ -138,42 +138,43 @@ def balance_over_ranks(
     steps: Sequence[StepRows],
     ranks: Ranks,
     rows_together: int | None,
-    *,
-    packed: bool,
 ) -> tuple[TrainBatch, list[StepRows]]:
     """Exchange rows among ranks, so that all have about equal numbers of tokens in each step.
 
     Args:
         batch: This rank's rows.
         steps: Those of them that are run in each optimizer step; a trajectory is in one step.
-        ranks: The processes that step together, which must all call this.
+        ranks: The processes that step together, which must all call this, with packed rows.
         rows_together: How many rows run together, on each rank; None: as many as there are.
-        packed: Whether this rank runs packed rows; unless all do, nothing is exchanged.
 
     Returns:
         The batch, with rows of other ranks behind its own, and the rows that this rank runs in each
         step. Rows that it gave away are in the batch still.
     """
-    own = [_trajectories(batch, torch.cat(rows)) for rows in steps]
-    held = ranks.gather(own if packed else None)
-    if None in held:
-        return batch, list(steps)
+    # Rows without a gradient run once, the others several times: each kind is dealt by itself.
+    parts = [part for step in steps for part in step]
+    prompts = batch.prompt_of_trajectory
+    own = [_trajectories(batch, prompts, part) for part in parts]
+    held = ranks.gather(own)
     dealt = [deal_to_ranks(of_ranks, rows_together) for of_ranks in zip(*held, strict=True)]
-    moves = any({*chosen} - {rank} for step in dealt for rank, chosen in enumerate(step))
+    moves = any({*chosen} - {rank} for part in dealt for rank, chosen in enumerate(part))
     if not moves:
         return batch, list(steps)
     target = torch.full((len(batch),), ranks.rank)
     for trajectories, of_ranks in zip(own, dealt, strict=True):
         for trajectory, rank in zip(trajectories, of_ranks[ranks.rank], strict=True):
             target[trajectory.rows] = rank
-    return _exchanged(batch, steps, target.to(batch.device), ranks)
+    batch, parts = _exchanged(batch, parts, target.to(batch.device), ranks)
+    return batch, list(zip(parts[::2], parts[1::2], strict=True))
 
 
-def _trajectories(batch: TrainBatch, rows: torch.Tensor) -> list[Trajectory]:
+def _trajectories(
+    batch: TrainBatch, prompt_of_trajectory: torch.Tensor, rows: torch.Tensor
+) -> list[Trajectory]:
     """What is run of each trajectory, where the given rows are run."""
     found: dict[int, Trajectory] = {}
     numbers = batch.trajectory_of_row[rows]
-    prompts = batch.prompt_of_trajectory[numbers]
+    prompts = prompt_of_trajectory[numbers]
     columns = (rows.tolist(), numbers.tolist(), prompts.tolist(), row_tokens(batch, rows))
     for row, number, prompt, tokens in zip(*columns, strict=True):
         trajectory = found.setdefault(number, Trajectory(prompt))
@@ -183,18 +184,17 @@ def _trajectories(batch: TrainBatch, rows: torch.Tensor) -> list[Trajectory]:
 
 
 def _exchanged(
-    batch: TrainBatch, steps: Sequence[StepRows], target: torch.Tensor, ranks: Ranks
-) -> tuple[TrainBatch, list[StepRows]]:
+    batch: TrainBatch, parts: Sequence[torch.Tensor], target: torch.Tensor, ranks: Ranks
+) -> tuple[TrainBatch, list[torch.Tensor]]:
     """Send each row to its rank; see :func:`balance_over_ranks`.
 
     Args:
         batch: This rank's rows.
-        steps: Those that are run.
+        parts: Those that are run, in parts that the ranks have alike.
         target: ``(B,)`` long, the rank where each is run.
         ranks: The processes.
     """
     batch = _with_origin(batch, ranks.rank)
-    parts = [part for step in steps for part in step]
     sent: list[tuple[TrainBatch, list[int]] | None] = [None] * ranks.world_size
     for rank in range(ranks.world_size):
         leaving = [part[target[part] == rank] for part in parts]
@@ -205,12 +205,12 @@ def _exchanged(
     for parcel in ranks.exchange(sent):
         if parcel is None:
             continue
-        rows, sizes = parcel
-        places = torch.arange(len(batch), len(batch) + len(rows), device=batch.device)
-        batch = batch.followed_by(rows.to(batch.device))
+        received, sizes = parcel
+        places = torch.arange(len(batch), len(batch) + len(received), device=batch.device)
+        batch = batch.followed_by(received.to(batch.device))
         added = places.split(sizes)
         parts = [torch.cat(both) for both in zip(parts, added, strict=True)]
-    return batch, list(zip(parts[::2], parts[1::2], strict=True))
+    return batch, parts
 
 
 def _with_origin(batch: TrainBatch, rank: int) -> TrainBatch:
@@ -222,5 +222,5 @@ def _with_origin(batch: TrainBatch, rank: int) -> TrainBatch:
         trajectory_ids=batch.trajectory_of_row,
         sequence_weights=batch.counted.any(1).double() if weights is None else weights,
         origin_rank=torch.full((len(batch),), rank, device=batch.device),
-        origin_row=torch.arange(len(batch), device=batch.device),
+        origin_row=batch.row_as_given,
     )
