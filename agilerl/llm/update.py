@@ -87,7 +87,7 @@ def run_update(
 
 
 def _packing_obstacle(layout: RowLayout, update: UpdateConfig, several: bool) -> str | None:
-    """Why neither micro-batches nor several ranks get even numbers of tokens, or None."""
+    """Why neither micro-batches nor several ranks get about equal numbers of tokens, or None."""
     if layout != "packed":
         found = "rows are padded"
         if layout == "shared_prompts":
