@@ -139,18 +139,20 @@ class TrainBatch:
         if bool(kept.all()):
             return self
         rows = kept[self.trajectory_of_row].nonzero().squeeze(1)
-        batch = self.select(rows if len(rows) else self.shortest_row)
-        if not len(rows):
+        nothing_left = not len(rows)
+        if nothing_left:
+            rows = self.shortest_row
+        batch = self.select(rows)
+        if nothing_left:
             nothing = torch.zeros_like(batch.action_mask)
             batch = replace(batch, action_mask=nothing, loss_mask=nothing, denominator_mask=None)
-        given = self.row_as_given[rows if len(rows) else self.shortest_row]
         trajectories, groups = batch.trajectory_ids, batch.group_ids
         return replace(
             batch,
             prompt_index=_counted(batch.prompt_index),
             trajectory_ids=None if trajectories is None else _counted(trajectories),
             group_ids=None if groups is None else _counted(groups),
-            origin_row=given,
+            origin_row=self.row_as_given[rows],
         )
 
     def to(self, device: torch.device | str) -> TrainBatch:

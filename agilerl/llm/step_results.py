@@ -26,8 +26,8 @@ class StepResult:
     grad_norm: float = 0.0
     """Likewise, before clipping."""
     bad_rows: tuple[list[int], ...] = ()
-    """Of a skipped step: per rank, the rows of its batch whose loss was not finite, or all of the
-    step's rows where only the gradient was not."""
+    """Of a skipped step: per rank, the rows of the batch it was given whose loss was not finite, or
+    all of the step's rows where only the gradient was not."""
 
 
 @dataclass
