@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -168,24 +169,24 @@ class TrainBatch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
-    def followed_by(self, other: TrainBatch) -> TrainBatch:
-        """The rows of both; prompts, trajectories and groups of one are none of the other's.
+    def followed_by(self, others: Sequence[TrainBatch]) -> TrainBatch:
+        """The rows of this batch, then those of others, which have the same fields filled.
 
-        What one of them has no field for is None.
+        Prompts, trajectories and groups of one batch are none of another's.
         """
-        width = max(self.token_ids.shape[1], other.token_ids.shape[1])
+        batches = (self, *others)
 
-        def joined(name: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        def joined(name: str) -> torch.Tensor:
+            parts = [batch._filled[name] for batch in batches]
             if name in ("prompt_index", "trajectory_ids", "group_ids"):
-                second = _counted(second) + first.max() + 1
-            if first.dim() == 1:
-                return torch.cat([first, second])
-            least = width if name == "token_ids" else width - 1
-            return stack_rows([first, second], -1 if name == "turn_ids" else 0, least)
+                parts = _counted_apart(parts)
+            if parts[0].dim() == 1:
+                return torch.cat(parts)
+            return stack_rows(parts, -1 if name == "turn_ids" else 0)
 
-        own, others = self._filled, other._filled
-        both = {name: joined(name, own[name], others[name]) for name in own if name in others}
-        return TrainBatch(**both)
+        names = self._filled.keys()
+        assert all(batch._filled.keys() == names for batch in others)
+        return TrainBatch(**{name: joined(name) for name in names})
 
 
 def _counted(numbers: torch.Tensor) -> torch.Tensor:
@@ -193,18 +194,24 @@ def _counted(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.unique(return_inverse=True)[1]
 
 
+def _counted_apart(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Numbers without gaps, of which no two parts have the same."""
+    counted = [_counted(numbers) for numbers in parts]
+    firsts = itertools.accumulate((int(numbers.max()) + 1 for numbers in counted), initial=0)
+    return [numbers + first for numbers, first in zip(counted, firsts, strict=False)]
+
+
 def stack_rows(
-    tensors: Sequence[torch.Tensor] | torch.Tensor, pad_value: int | bool, width: int = 0
+    tensors: Sequence[torch.Tensor] | torch.Tensor, pad_value: int | bool
 ) -> torch.Tensor:
     """Stack ``(G, T_i)`` or ``(T_i,)`` tensors of different widths into ``(B, T)``, right-padded.
 
     Args:
         tensors: The tensors; a single 2-D tensor is taken as rows.
         pad_value: Fills the right.
-        width: Least width of the result.
     """
     blocks = _blocks(tensors)
-    width = max([width, *(block.shape[1] for block in blocks)])
+    width = max(block.shape[1] for block in blocks)
     return torch.cat(
         [torch.nn.functional.pad(b, (0, width - b.shape[1]), value=pad_value) for b in blocks]
     )

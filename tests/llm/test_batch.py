@@ -73,17 +73,18 @@ def test_rows_of_one_prompt_are_recognised_wherever_they_stand() -> None:
     assert other.prompt_index.tolist() == [0, 1]
 
 
-def test_rows_of_two_batches_are_those_of_each() -> None:
+def test_rows_of_several_batches_are_those_of_each() -> None:
     ids, mask = torch.tensor([[1, 2, 3], [1, 2, 4]]), torch.tensor([[F, T], [F, T]])
     short = replace(make_batch(ids, mask, torch.where(mask, 0, -1)), advantages=mask * 0.5)
     ids, mask = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), torch.tensor([[F, T, T], [T, T, T]])
     long = replace(make_batch(ids, mask, torch.where(mask, 1, -1)), advantages=mask * 2.0)
-    for first, second in ((short, long), (long, short)):
-        both = first.followed_by(replace(second, trajectory_ids=torch.arange(2)))
-        assert both.trajectory_ids is None  # as the first has none
-        assert not {*both.prompt_index[:2].tolist()} & {*both.prompt_index[2:].tolist()}
-        for rows, original in (([0, 1], first), ([2, 3], second)):
-            found = both.select(torch.tensor(rows))
+    for batches in ((short, long), (long, short), (short, long, short)):
+        joined = batches[0].followed_by(batches[1:])
+        prompts: set[int] = set()
+        for place, original in enumerate(batches):
+            found = joined.select(torch.tensor([2 * place, 2 * place + 1]))
+            assert not prompts & {*found.prompt_index.tolist()}
+            prompts |= {*found.prompt_index.tolist()}
             found = replace(found, prompt_index=found.prompt_index - found.prompt_index.min())
             for field in fields(TrainBatch):
                 value, expected = getattr(found, field.name), getattr(original, field.name)
@@ -122,11 +123,8 @@ def test_selected_rows_are_the_rows_trimmed(
     assert torch.equal(part.targets, torch.cat([ids[i][rows[i][0] :] for i in chosen]))
 
 
-def test_stack_rows_keeps_a_least_width() -> None:
-    assert stack_rows([torch.tensor([1]), torch.tensor([[2, 3]])], 9, width=3).tolist() == [
-        [1, 9, 9],
-        [2, 3, 9],
-    ]
+def test_stack_rows_pads_to_the_widest() -> None:
+    assert stack_rows([torch.tensor([1]), torch.tensor([[2, 3]])], 9).tolist() == [[1, 9], [2, 3]]
 
 
 def test_disagreeing_shapes_are_refused() -> None:

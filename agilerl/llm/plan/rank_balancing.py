@@ -202,15 +202,13 @@ def _exchanged(
         if rank != ranks.rank and len(rows):
             sent[rank] = batch.select(rows).to("cpu"), [len(each) for each in leaving]
     parts = [part[target[part] == ranks.rank] for part in parts]
-    for parcel in ranks.exchange(sent):
-        if parcel is None:
-            continue
-        received, sizes = parcel
-        places = torch.arange(len(batch), len(batch) + len(received), device=batch.device)
-        batch = batch.followed_by(received.to(batch.device))
-        added = places.split(sizes)
-        parts = [torch.cat(both) for both in zip(parts, added, strict=True)]
-    return batch, parts
+    parcels = [parcel for parcel in ranks.exchange(sent) if parcel is not None]
+    place = len(batch)
+    for received, sizes in parcels:
+        places = torch.arange(place, place + len(received), device=batch.device)
+        parts = [torch.cat(both) for both in zip(parts, places.split(sizes), strict=True)]
+        place += len(received)
+    return batch.followed_by([rows.to(batch.device) for rows, _ in parcels]), parts
 
 
 def _with_origin(batch: TrainBatch, rank: int) -> TrainBatch:
