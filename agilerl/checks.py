@@ -79,7 +79,13 @@ def unpacked(method: str, outcome: Any, names: tuple[str, ...]) -> tuple[Any, ..
     return tuple(outcome)
 
 
-def warn_once(logger: logging.Logger, message: str, *args: Any, per: Hashable = None) -> None:
+def warn_once(
+    logger: logging.Logger,
+    message: str,
+    *args: Any,
+    per: Hashable = None,
+    level: int = logging.WARNING,
+) -> None:
     """Log a warning, but only the first time in this process that the formatted message occurs.
 
     Args:
@@ -87,11 +93,12 @@ def warn_once(logger: logging.Logger, message: str, *args: Any, per: Hashable = 
         message: %-format string.
         *args: Its arguments.
         per: Log the same message once for each value of this.
+        level: Of the record; ``logging.INFO`` for what is no cause for concern.
     """
     key = (message % args, per)
     if key not in _warned:
         _warned.add(key)
-        logger.warning(message, *args)
+        logger.log(level, message, *args)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

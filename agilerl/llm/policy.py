@@ -185,17 +185,19 @@ class Policy:
         """The head as it stands now."""
         return find_head(self.base.model)
 
+    def padding_reason(self, config: ForwardConfig) -> str | None:
+        """The setting with which rows are padded, whatever the base allows; None: there is none."""
+        if not config.use_position_ids:
+            return "calc_position_embeddings is False"
+        # The probe's forwards would have to be run by all ranks together.
+        if self.base.partition is not None:
+            return "ZeRO stage 3 partitions the base"
+        # A compiled forward keeps to one shape-generic graph, not one per call.
+        return None if self._decoder is None else "torch_compiler is set"
+
     def row_layout(self, config: ForwardConfig) -> RowLayout:
         """How forwards lay rows out."""
-        padded = (
-            not config.use_position_ids
-            # The probe's forwards would have to be run by all ranks together.
-            or self.base.partition is not None
-            # A compiled forward keeps to one shape-generic graph, not one per call.
-            or self._decoder is not None
-            or config.layout == "padded"
-        )
-        if padded:
+        if config.layout == "padded" or self.padding_reason(config) is not None:
             return "padded"
         return max(config.layout, self.base.row_layout, key=ROW_LAYOUTS.index)
 

@@ -55,11 +55,16 @@ def run_update(
     Raises:
         NonFiniteUpdateError: After three steps in a row with a non-finite loss or gradient.
     """
-    batch = replace(batch, sequence_weights=_sequence_weights(batch, update.reduction))
-    layout = policy.row_layout(forward)
+    # What is not trained does not go through the head.
+    weights = _sequence_weights(batch, update.reduction)
+    batch = replace(batch, sequence_weights=weights, action_mask=batch.loss_mask)
+    layout, padded_by = policy.row_layout(forward), policy.padding_reason(forward)
     several = engine.ranks.world_size > 1
-    if update.balance_tokens and (reason := _packing_obstacle(layout, update, several)):
+    if update.balance_tokens and (reason := _packing_obstacle(layout, padded_by, update, several)):
         warn_once(logger, "use_sequence_packing has no effect: %s", reason)
+    elif padded_by is not None:
+        told = "rows are padded, and prompts run once per completion: %s"
+        warn_once(logger, told, padded_by, level=logging.INFO)
     batch, plan = plan_mini_batches(
         batch,
         _active_rows(batch, update),
@@ -86,18 +91,12 @@ def run_update(
     return updater.metrics
 
 
-def _packing_obstacle(layout: RowLayout, update: UpdateConfig, several: bool) -> str | None:
+def _packing_obstacle(
+    layout: RowLayout, padded_by: str | None, update: UpdateConfig, several: bool
+) -> str | None:
     """Why neither micro-batches nor several ranks get about equal numbers of tokens, or None."""
     if layout != "packed":
-        found = "rows are padded"
-        if layout == "shared_prompts":
-            found = "rows of a prompt share it, with copies of its keys and values"
-        return (
-            f"{found}. Packing takes calc_position_embeddings, "
-            'attn_implementation="sdpa", on a GPU float16 or bfloat16 and no sliding window, and '
-            "neither torch_compiler nor ZeRO stage 3; what a model lacks is logged at level INFO "
-            "when it is probed, at the first update of the first agent on it"
-        )
+        return _why_not_packed(layout, padded_by)
     if several:
         return None
     if update.micro_batch_tokens is not None:
@@ -113,6 +112,19 @@ def _packing_obstacle(layout: RowLayout, update: UpdateConfig, several: bool) ->
             "below batch_size"
         )
     return None
+
+
+def _why_not_packed(layout: RowLayout, padded_by: str | None) -> str:
+    if padded_by is not None:
+        return f"rows are padded, because {padded_by}"
+    found = "rows are padded"
+    if layout == "shared_prompts":
+        found = "rows of a prompt share it, with copies of its keys and values"
+    return (
+        f'{found}. Packing takes attn_implementation="sdpa", and on a GPU float16 or bfloat16 and '
+        "no sliding window; what a model lacks is logged at level INFO when it is probed, at the "
+        "first update of the first agent on it"
+    )
 
 
 def _sequence_weights(batch: TrainBatch, reduction: Reduction) -> torch.Tensor | None:
@@ -245,8 +257,7 @@ class _Updater:
         terms = self.loss_function(logp, batch, weights[:, : logp.shape[1]])
         self.engine.backward(terms.loss)
         if terms.per_row.isfinite().all():  # a skipped step must not turn every mean into nan
-            trained = batch.loss_mask[batch.action_mask]
-            self.metrics.add(terms, logprobs.entropy.detach()[trained])
+            self.metrics.add(terms, logprobs.entropy.detach())
         return terms.per_row
 
     def _offloading(self) -> contextlib.AbstractContextManager[object]:

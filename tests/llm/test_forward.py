@@ -24,6 +24,7 @@ from agilerl.llm.config import RowLayout
 from agilerl.llm.forward.hidden_states import tokens_run
 from agilerl.llm.forward.packed_attention import PackedAttention, attending_packed
 from agilerl.llm.forward.packed_rows import PackedRows
+from agilerl.llm.forward.recomputation import recomputed_layers
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
 
@@ -221,6 +222,17 @@ def test_recomputing_keeps_less_and_puts_every_layer_back(batch: TrainBatch) -> 
     assert kept(True) < 0.5 * kept(False)
     assert layers[1].__dict__["forward"] is own
     assert "forward" not in layers[0].__dict__
+
+
+def test_a_model_without_layers_to_recompute_is_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agilerl.checks._warned", set())
+    layer = torch.nn.Linear(2, 2)
+    for _ in range(2):
+        with recomputed_layers(layer):
+            layer(torch.ones(2))
+    assert caplog.text.count("gradient_checkpointing has no effect on this Linear") == 1
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from update_helpers import (
 
 from agilerl.llm.batch import TrainBatch, make_batch
 from agilerl.llm.config import RowLayout, UpdateConfig
+from agilerl.llm.logprobs import TokenLogProbs, token_logprobs
 from agilerl.llm.losses import (
     LOSS_TABLE,
     LossTerms,
@@ -152,6 +154,39 @@ def test_filtered_tokens_leave_the_normaliser(policy: Policy) -> None:
         assert relative_difference(engine.seen[0], expected.seen[0]) < 1e-10
 
 
+def test_tokens_that_are_filtered_do_not_go_through_the_head(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, loss = random_batch(), objective("cispo", beta=0.1)
+    values = random_values(batch)
+    first = batch.action_mask & (batch.action_mask.cumsum(1) == 1)
+    filtered = batch.action_mask & ~first
+    ran: list[int] = []
+
+    def counted(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> TokenLogProbs:
+        ran.append(len(hidden))
+        return token_logprobs(hidden, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("agilerl.llm.policy.token_logprobs", counted)
+        metrics, engine = Run(batch, values, filtered, update=UpdateConfig(MANY, 3, 1, 1e9))(
+            policy, loss
+        )
+    assert sum(ran) == 2 * filtered.sum()  # under the reference and in training
+
+    randomise_all(policy)
+    found = policy.logprobs(batch, FORWARD)
+    logp = scatter_actions(found.logp, batch.action_mask)
+    reference = policy.frozen_logprobs(batch, "reference", FORWARD)
+    weights = reduction_weights(filtered, "token")
+    terms = policy_loss(logp, values, filtered, weights, loss, ref_logp=reference)
+    parameters = policy.parameters()
+    grads = torch.autograd.grad(terms.loss, list(parameters.values()))
+    assert relative_difference(engine.seen[0], dict(zip(parameters, grads, strict=True))) < 1e-10
+    entropy = found.entropy[filtered[batch.action_mask]].mean().item()
+    assert metrics["entropy"] == pytest.approx(entropy, rel=1e-9)
+
+
 @pytest.mark.parametrize(("micro", "backwards"), [(1, 8), (3, 4), (4, 2), (MANY, 2)])
 def test_one_optimizer_step_per_mini_batch_whatever_the_micro_batch(
     policy: Policy, micro: int, backwards: int
@@ -197,6 +232,26 @@ def test_frozen_passes_are_run_exactly_where_they_are_needed(
         )
     assert counts["frozen"] == frozen
     assert math.isnan(metrics["mean_kl"]) == (beta == 0.0)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_setting_that_has_rows_padded_is_named_once(
+    policy: Policy,
+    packing: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agilerl.checks._warned", set())
+    run = Run(
+        forward=replace(FORWARD, use_position_ids=False),
+        update=UpdateConfig(8, 2, 1, 1e9, balance_tokens=packing),
+    )
+    with caplog.at_level(logging.INFO):
+        run(policy, objective())
+        run(policy, objective())
+    (record,) = [r for r in caplog.records if "calc_position_embeddings is False" in r.getMessage()]
+    assert ("use_sequence_packing has no effect" in record.getMessage()) == packing
+    assert record.levelno == (logging.WARNING if packing else logging.INFO)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ transformers' own runs in training mode only, and drops caches.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agilerl.checks import warn_once
+
+logger = logging.getLogger(__name__)
 
 _RECOMPUTING = "_agilerl_recomputing"
 """Attribute of a layer: its forward under ``checkpoint``."""
@@ -33,6 +38,13 @@ def recomputed_layers(
     layers = [
         module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
+    if not layers:
+        warn_once(
+            logger,
+            "gradient_checkpointing has no effect on this %s: none of its layers is a "
+            "transformers.modeling_layers.GradientCheckpointingLayer",
+            type(decoder).__name__,
+        )
     # A forward set on the instance (an offloading hook, say) must be there again afterwards.
     own = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
