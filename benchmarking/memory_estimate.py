@@ -8,7 +8,7 @@ weights of the base model.
 The estimate counts live tensors. So that the resident memory does too:
 
 * glibc returns freed blocks to the system at once (``MALLOC_MMAP_THRESHOLD_``; by default it keeps
-  many of them, and a step takes up to twice as much);
+  many of them);
 * a step of another agent runs first, because libraries allocate buffers on first use.
 
     .venv/bin/python benchmarking/memory_estimate.py --out build/memory-estimate.json
