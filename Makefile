@@ -19,12 +19,16 @@ export HF_HUB_OFFLINE ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 BIN := $(VENV)/bin
+# A folder of its own: without a GPU kernel package, bitsandbytes logs a warning in every program that
+# imports PEFT and finds it.
+BITSANDBYTES := $(abspath $(VENV))/bitsandbytes
+WITH_BITSANDBYTES = "$(BITSANDBYTES)$${PYTHONPATH:+:$$PYTHONPATH}"
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # One stamp per set of packages; a stamp older than these files means: install again.
 MANIFESTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm test test-fast demo demo-multiturn demo-hpo demo-deepspeed bench bench-report lint format constraints clean
+.PHONY: help install install-vllm install-bitsandbytes test test-fast demo demo-multiturn demo-hpo demo-deepspeed bench bench-report lint format constraints clean
 
 help:
 	@echo "make demo       train a small language model on reasoning tasks, with before and after"
@@ -46,12 +50,20 @@ install-vllm: install
 	@$(MAKE) --silent $(VENV)/.installed-vllm > $(VENV)/install-vllm.log 2>&1 || echo "vLLM could not be" \
 	"installed, and without it its tests are skipped; $(VENV)/install-vllm.log says why"
 
+# The same for the tests of quantized bases and 8-bit optimizers.
+install-bitsandbytes: install
+	@$(MAKE) --silent $(VENV)/.installed-bitsandbytes > $(VENV)/install-bitsandbytes.log 2>&1 || echo \
+	"bitsandbytes could not be installed, and without it its tests are skipped;" \
+	"$(VENV)/install-bitsandbytes.log says why"
+
 # Tests go one by one to the worker that is free. Without restarts a worker that crashed or hung ends
 # the run; a new one would run into the same test.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxschedchunk 1 --max-worker-restart 0
 
-test: lint install-vllm
+# What needs packages beside the environment runs once more, with them (exit code 5: ARGS leaves none of it).
+test: lint install-vllm install-bitsandbytes
 	$(PYTEST) $(ARGS)
+	@test ! -d $(BITSANDBYTES) || PYTHONPATH=$(WITH_BITSANDBYTES) $(PYTEST) $(ARGS) -m needs || [ $$? -eq 5 ]
 
 test-fast: install
 	$(PYTEST) -m "not slow and not process" $(ARGS)
@@ -88,8 +100,8 @@ format: install
 # Run in a fresh environment after changing a range in pyproject.toml. The local part of torch's
 # version (+cpu, +cu130) is dropped: it names a build, not a version. CUDA builds of torch and vLLM name
 # the versions of triton and apache-tvm-ffi that they need.
-constraints: install $(VENV)/.installed-bench $(VENV)/.installed-vllm
-	$(BIN)/python -m pip freeze --all --exclude pip --exclude triton --exclude apache-tvm-ffi \
+constraints: install $(VENV)/.installed-bench $(VENV)/.installed-vllm $(VENV)/.installed-bitsandbytes
+	PYTHONPATH=$(WITH_BITSANDBYTES) $(BIN)/python -m pip freeze --all --exclude pip --exclude triton --exclude apache-tvm-ffi \
 	--exclude-editable | sed 's/+[a-z0-9]*$$//' > constraints.tmp
 	mv constraints.tmp constraints.txt
 
@@ -111,6 +123,12 @@ $(VENV)/.installed-torch: constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-%: $(MANIFESTS) $(VENV)/.installed-torch
 	$(PIP_INSTALL) --editable ".[$*]"
+	@touch $@
+
+# What it requires is in the environment.
+$(VENV)/.installed-bitsandbytes: $(MANIFESTS) $(VENV)/.installed-torch
+	rm -rf $(BITSANDBYTES)
+	$(PIP_INSTALL) --no-deps --target $(BITSANDBYTES) bitsandbytes
 	@touch $@
 
 # The CPU build requires three packages that it does not use for text. They come built for CUDA torch,

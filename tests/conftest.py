@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import signal
@@ -52,9 +53,19 @@ def no_hidden_processes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers begin with what takes longest, so that none is left with it at the end."""
+    """Skips what needs packages that are not there, and begins with what takes longest."""
+    for item in items:
+        skip_without_packages(item)
+    # So that no worker is left with it at the end.
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=rank)
+
+
+def skip_without_packages(item: pytest.Item) -> None:
+    needed = [name for marker in item.iter_markers("needs") for name in marker.args]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)}"))
 
 
 def rank(item: pytest.Item) -> int:

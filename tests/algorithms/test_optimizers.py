@@ -78,12 +78,7 @@ OPTIMIZERS: list[Any] = [
     torch.optim.SGD,
     torch.optim.Adagrad,
     RunningSum,
-    pytest.param(
-        "adamw_8bit",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"
-        ),
-    ),
+    pytest.param("adamw_8bit", marks=pytest.mark.needs("bitsandbytes")),
 ]
 
 

@@ -30,9 +30,6 @@ from agilerl.llm.quantization import is_quantized
 from agilerl.llm.shared_base import SharedBase
 from agilerl.utils.algo_utils import VLLMConfig
 
-needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"
-)
 pytestmark = pytest.mark.process  # bitsandbytes asks for the processor's name
 NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -60,7 +57,7 @@ def packed(name: str, **settings: Any) -> PreTrainedModel:
     return loaded
 
 
-@needs_bitsandbytes
+@pytest.mark.needs("bitsandbytes")
 def test_it_acts_and_learns_as_on_the_weights_that_the_packed_ones_stand_for(
     name: str, config: dict[str, Any]
 ) -> None:
@@ -83,7 +80,7 @@ def test_it_acts_and_learns_as_on_the_weights_that_the_packed_ones_stand_for(
     assert (moved - steps).norm() < 1e-4 * steps.norm()
 
 
-@needs_bitsandbytes
+@pytest.mark.needs("bitsandbytes")
 @pytest.mark.parametrize("bits", ["nf4", "int8"])
 def test_a_model_that_was_run_before_is_trained_and_is_left_as_it_was(name: str, bits: str) -> None:
     # On some CPUs bitsandbytes repacks 4-bit weights for inference, and cuts gradients off.
@@ -105,7 +102,7 @@ def test_a_model_that_was_run_before_is_trained_and_is_left_as_it_was(name: str,
         torch.testing.assert_close(model(ids).logits, before, atol=2e-2, rtol=2e-2)
 
 
-@needs_bitsandbytes
+@pytest.mark.needs("bitsandbytes")
 def test_checkpoints_clones_and_the_8_bit_optimizer_go_on_exactly(
     name: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -135,7 +132,7 @@ def test_checkpoints_clones_and_the_8_bit_optimizer_go_on_exactly(
     assert is_quantized(again.policy.base.model) and mixing_key(again.policy) is not None
 
 
-@needs_bitsandbytes
+@pytest.mark.needs("bitsandbytes")
 def test_a_population_shares_one_quantized_base(name: str) -> None:
     agents = GRPO.population(
         2,
@@ -147,14 +144,14 @@ def test_a_population_shares_one_quantized_base(name: str) -> None:
     assert len({id(agent.policy.base) for agent in agents}) == 1
 
 
-@needs_bitsandbytes
+@pytest.mark.needs("bitsandbytes")
 def test_a_device_map_of_the_users_own_is_taken(name: str) -> None:
     placed = {"device_map": {"": "cpu"}}
     agent = make_agent(model_name=name, model_config=placed, quantization_config=NF4)
     assert is_quantized(agent.policy.base.model)
 
 
-@needs_bitsandbytes
+@pytest.mark.needs("bitsandbytes")
 def test_products_are_logged_once_while_there_are_agents(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,7 +168,7 @@ def test_products_are_logged_once_while_there_are_agents(
     assert len(caplog.records) == 2
 
 
-@needs_bitsandbytes
+@pytest.mark.needs("bitsandbytes")
 def test_a_skip_list_without_the_head_keeps_it_whole(name: str) -> None:
     skipping = NF4 | {"llm_int8_skip_modules": ["down_proj"]}
     agent = make_agent(model_name=name, quantization_config=skipping)
@@ -227,7 +224,7 @@ def test_quantizing_needs_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
         make_agent(model_name="somewhere", quantization_config=NF4)
 
 
-@needs_bitsandbytes
+@pytest.mark.needs("bitsandbytes")
 def test_what_packed_weights_cannot_do_is_refused(name: str, tmp_path: Path) -> None:
     agent = make_agent(model_name=name, quantization_config=NF4)
     with pytest.raises(ValueError, match=r"lora_only is False.*lora_only=True"):
@@ -242,7 +239,7 @@ def test_what_packed_weights_cannot_do_is_refused(name: str, tmp_path: Path) -> 
         SharedBase.of(packed(name, **NF4)).partition_over(Ranks())
 
 
-@needs_bitsandbytes
+@pytest.mark.needs("bitsandbytes")
 @pytest.mark.parametrize(
     "written", [{"quant_method": "x"}, {"bnb_4bit_compute_dtype": "load"}, "nf4"], ids=str
 )

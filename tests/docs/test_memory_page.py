@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def test_table_of_options_is_what_is_predicted() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.needs("bitsandbytes")
 def test_code_with_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # DeepSpeed, where there is one, writes to the output when transformers first asks for it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,7 @@ from agilerl.llm.forward import liger
 from agilerl.llm.shared_base import SharedBase
 from agilerl.testing import tiny_model
 
-needs_liger = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")),
-    reason="needs liger-kernel and triton",
-)
+needs_liger = pytest.mark.needs("liger_kernel", "triton")
 
 
 def attributes(model: PreTrainedModel) -> list[dict[str, Any]]:
