@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
@@ -137,6 +139,31 @@ def make_family(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     if "num_experts_per_tok" in extra:
         model.set_experts_implementation("eager")  # the grouped kernels have no float64
     return model.to(dtype).eval()
+
+
+@contextmanager
+def without_float32_steps() -> Iterator[None]:
+    """Models compute in float64 also what they ask to have in float32.
+
+    Norms, rotary embeddings and routers do, whatever the model's dtype: two ways to compute a
+    gradient then differ by float32's rounding, 1e-7, in a model of float64 too.
+    """
+
+    def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
+        def swapped(*args: Any, **settings: Any) -> Any:
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if settings.get("dtype") is torch.float32:
+                settings["dtype"] = torch.float64
+            return function(*args, **settings)
+
+        return swapped
+
+    functional = torch.nn.functional
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", in_float64(torch.Tensor.to))
+        patched.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patched.setattr(functional, "softmax", in_float64(functional.softmax))
+        yield
 
 
 def without_window_when_cached(model: PreTrainedModel) -> PreTrainedModel:

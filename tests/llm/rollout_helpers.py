@@ -12,6 +12,8 @@ from agilerl.llm.config import ForwardConfig
 from agilerl.llm.policy import Policy
 from agilerl.llm.shared_base import SharedBase
 
+# What two ways to compute the same may differ by, relative to the largest value.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 PLAIN = ForwardConfig(temperature=0.9, layout="padded")
 
 
