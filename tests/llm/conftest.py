@@ -17,9 +17,10 @@ from agilerl.llm.policy import Policy
 
 
 @pytest.fixture(scope="module")
-def shared_policy() -> Iterator[Policy]:
+def shared_policy(request: pytest.FixtureRequest) -> Iterator[Policy]:
     """GPT-2 computes in float64 throughout; families with RMSNorm have a float32 step inside."""
-    made = random_policy(make_family("gpt2", torch.float64), lora(fan_in_fan_out=True))
+    family = getattr(request, "param", "gpt2")
+    made = random_policy(make_family(family, torch.float64), lora(fan_in_fan_out=family == "gpt2"))
     assert made.base.row_layout == "packed"
     yield made
     made.release()
