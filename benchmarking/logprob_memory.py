@@ -1,7 +1,9 @@
 """Memory and time of log-probs and their gradient for several vocabularies and lengths.
 
 Every side computes log-probs and entropies from the same hidden states with the same frozen head,
-and the gradient of the hidden states. Each case and side runs in a process of its own.
+and the gradient of the hidden states. Memory is measured in a process of each side's own, in which
+glibc returns freed blocks to the system at once. CPU seconds are measured in one process, where the
+sides take turns.
 
 * ``agilerl``: this library's tiles of logits (``agilerl/llm/logprobs.py``)
 * ``trl``: the head that TRL's trainer adds to the model
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 from alternating import in_a_process
-from measure import MemoryPeak
+from measure import MemoryPeak, freed_blocks_returned
 from report import benchmark_parser, count, run_workloads
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 VOCABULARIES = (8192, 32768, 65536, 151936)
 LENGTHS = (256, 1024, 4096)
 SIDES = ("agilerl", "trl", "trl, selective_log_softmax", "plain")
+WARMUP_TOKENS = 16
+LARGE = 2**29
+"""Bytes of logits."""
 COPIES_OF_LOGITS = 5
 """Sides that make all logits are skipped if so many tensors of that size do not fit in memory."""
 
@@ -44,41 +49,79 @@ class Case:
     vocab_size: int
     tokens: int
     hidden_size: int = 256
-    repeats: int = 2
-    """Timed passes, after one whose memory is measured."""
     temperature: float = 0.9
     seed: int = 0
 
+    @property
+    def bytes_of_logits(self) -> int:
+        """In float32."""
+        return 4 * self.tokens * self.vocab_size
 
-def measure(side: str, case: Case, threads: int) -> dict[str, Any]:
-    """Memory of one pass, seconds of the others, and what came out, in this process.
+    @property
+    def rounds(self) -> int:
+        """Timed passes of each side; few where they take long."""
+        return 2 if self.bytes_of_logits > LARGE else 7
+
+
+class Pass:
+    """Forward and backward of one side on a case.
+
+    Args:
+        side: Out of :data:`SIDES`.
+        case: The head and the tokens.
+    """
+
+    def __init__(self, side: str, case: Case) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(case.seed)
+        self.hidden = torch.randn(1, case.tokens + 1, case.hidden_size, generator=generator)
+        self.ids = torch.randint(case.vocab_size, (1, case.tokens + 1), generator=generator)
+        self._logprobs = make_side(side, headless_model(case), case)
+        self.run(WARMUP_TOKENS)  # libraries allocate buffers on first use
+
+    def run(self, tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the first tokens, by default of all, and the gradient of hidden states."""
+        stop = None if tokens is None else tokens + 1
+        leaf = self.hidden[:, :stop].detach().requires_grad_()
+        logp = self._logprobs(leaf, self.ids[:, :stop])
+        logp.sum().backward()
+        assert leaf.grad is not None
+        return logp.detach(), leaf.grad
+
+
+def memory(side: str, case: Case, threads: int) -> dict[str, Any]:
+    """Memory that one pass adds to this process, and what came out.
 
     Returns:
-        ``memory_bytes``, ``median_seconds``, and sums by which sides can be compared.
+        ``memory_bytes``, and sums by which sides can be compared.
     """
     import torch
 
     torch.set_num_threads(threads)
-    model = headless_model(case)
-    generator = torch.Generator().manual_seed(case.seed)
-    hidden = torch.randn(1, case.tokens + 1, case.hidden_size, generator=generator)
-    ids = torch.randint(case.vocab_size, (1, case.tokens + 1), generator=generator)
-    logprobs = make_side(side, model, case)
-    memory = MemoryPeak()
-    logp, gradient = _forward_backward(logprobs, hidden, ids)
-    peak = memory.read()
-    seconds = []
-    for _ in range(case.repeats):
-        start = time.process_time()
-        _forward_backward(logprobs, hidden, ids)
-        seconds.append(time.process_time() - start)
+    measured = Pass(side, case)
+    peak = MemoryPeak()
+    logp, gradient = measured.run()
     return {
-        "memory_bytes": peak,
-        "median_seconds": statistics.median(seconds),
-        "seconds": seconds,
+        "memory_bytes": peak.read(),
         "logp_mean": logp.double().mean().item(),
         "gradient_norm": gradient.double().norm().item(),
     }
+
+
+def seconds(sides: Sequence[str], case: Case, threads: int) -> dict[str, list[float]]:
+    """CPU seconds of every pass of each side, in turn, in this process."""
+    import torch
+
+    torch.set_num_threads(threads)
+    passes = {side: Pass(side, case) for side in sides}
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(case.rounds):
+        for side, timed in passes.items():
+            start = time.process_time()
+            timed.run()
+            found[side].append(time.process_time() - start)
+    return found
 
 
 def headless_model(case: Case) -> Qwen2ForCausalLM:
@@ -95,18 +138,6 @@ def headless_model(case: Case) -> Qwen2ForCausalLM:
     )
     torch.manual_seed(case.seed)
     return Qwen2ForCausalLM(config).requires_grad_(False).eval()
-
-
-def _forward_backward(
-    logprobs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    ids: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    leaf = hidden.detach().requires_grad_()
-    logp = logprobs(leaf, ids)
-    logp.sum().backward()
-    assert leaf.grad is not None
-    return logp.detach(), leaf.grad
 
 
 def make_side(
@@ -131,7 +162,7 @@ def make_side(
 
         def fused(embeddings: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             output = model(inputs_embeds=embeddings, labels=ids, fused_lm_head=True)
-            return output.log_probs[0, -case.tokens :]
+            return output.log_probs[0, 1 - ids.shape[1] :]
 
         return fused
     reduce = partial(_plain_logprobs, temperature=case.temperature)
@@ -165,18 +196,20 @@ def run_case(case: Case, sides: Sequence[str], threads: int) -> dict[str, Any]:
     Raises:
         RuntimeError: Log-probs or gradients of two sides differ.
     """
-    logits = 4 * case.tokens * case.vocab_size
-    wanted = COPIES_OF_LOGITS * logits
+    wanted = COPIES_OF_LOGITS * case.bytes_of_logits
     found: dict[str, dict[str, Any]] = {}
     for side in sides:
         tiled = side in ("agilerl", "trl")
         if not tiled and wanted > psutil.virtual_memory().available:
             found[side] = {"skipped": f"{wanted / 1e9:.0f} GB were not free"}
             continue
-        found[side] = in_a_process(measure, side, case, threads)
+        with freed_blocks_returned():
+            found[side] = in_a_process(memory, side, case, threads)
         print(f"  {side}: {found[side]['memory_bytes']['added'] / 1e6:.0f} MB", flush=True)
     measured = {side: figures for side, figures in found.items() if "skipped" not in figures}
     _check_equal(measured)
+    for side, timed in in_a_process(seconds, [*measured], case, threads).items():
+        measured[side] |= {"median_seconds": statistics.median(timed), "seconds": timed}
     ours = measured["agilerl"]
     ratios = {
         side: {
@@ -187,7 +220,7 @@ def run_case(case: Case, sides: Sequence[str], threads: int) -> dict[str, Any]:
     }
     return {
         "settings": asdict(case),
-        "bytes_of_logits": logits,
+        "bytes_of_logits": case.bytes_of_logits,
         "sides": found,
         "ratio": ratios,
     }
@@ -229,7 +262,7 @@ def main() -> None:
     }
     if given.quick:
         sides = [side for side in sides if not side.startswith("trl")]
-        cases = {"512 x 64": replace(Case(512, 64), hidden_size=32, repeats=1)}
+        cases = {"512 x 64": replace(Case(512, 64), hidden_size=32)}
 
     def run(name: str) -> dict[str, Any]:
         return run_case(cases[name], sides, given.threads)

@@ -76,6 +76,23 @@ class MemoryPeak:
         return {"start": self.start_bytes, "peak": peak, "added": peak - self.start_bytes}
 
 
+@contextmanager
+def freed_blocks_returned() -> Iterator[None]:
+    """Within it processes start in which glibc returns freed blocks to the system at once.
+
+    By default it keeps many of them, so that resident memory is more than that of live tensors.
+    """
+    name = "MALLOC_MMAP_THRESHOLD_"
+    before = os.environ.get(name)
+    os.environ[name] = "65536"  # bytes; read when a process starts
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
 def describe_machine(threads: int) -> dict[str, Any]:
     """Return versions, processor, cores and present load, for the result file."""
     installed = {}

@@ -23,15 +23,12 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from alternating import in_a_process
-from measure import MemoryPeak
+from measure import MemoryPeak, freed_blocks_returned
 from report import benchmark_parser, count, run_workloads
 from workloads import WORKLOADS, Workload, agent_arguments, build_model, completion_lengths, shrunk
 
 if TYPE_CHECKING:
     from sides import OwnSteps
-
-RETURNED_AT_ONCE = 65536
-"""Blocks of at least this many bytes are returned to the system when they are freed."""
 
 
 def measure(workload: Workload, steps: int, threads: int) -> list[dict[str, int]]:
@@ -131,9 +128,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="by default all")
     parser.add_argument("--steps", type=count, default=2, help="measured steps of each workload")
     given = parser.parse_args()
-    # Read when the children start and load torch.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(RETURNED_AT_ONCE)
-    os.environ["OMP_NUM_THREADS"] = str(given.threads)
+    os.environ["OMP_NUM_THREADS"] = str(given.threads)  # read when the children load torch
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     workloads = {name: WORKLOADS[name] for name in given.workload or WORKLOADS}
     steps = given.steps
@@ -142,7 +137,8 @@ def main() -> None:
 
     def run(name: str) -> dict[str, Any]:
         workload = workloads[name]
-        measured = in_a_process(measure, workload, steps, given.threads)
+        with freed_blocks_returned():
+            measured = in_a_process(measure, workload, steps, given.threads)
         predicted = [predict(workload, step) for step in range(1, steps + 1)]
         return summary(workload, measured, predicted)
 

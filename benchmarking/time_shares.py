@@ -1,6 +1,6 @@
 """Share of each kind of operator in the time of a training step, this library alone.
 
-Steps of each workload of ``grpo_step.py`` run alternately with and without torch's profiler. Matrix
+Each step of a workload of ``grpo_step.py`` runs twice, without torch's profiler and with it. Matrix
 products are needed in any implementation; the other kinds are overhead or can be fused.
 
     .venv/bin/python benchmarking/time_shares.py --out build/time-shares.json
@@ -66,11 +66,12 @@ def kind_of(operator: str) -> str | None:
 
 
 def measure(workload: Workload, steps: int, threads: int) -> dict[str, Any]:
-    """Time plain steps and profile as many, in turn, in this process.
+    """Time plain steps, each followed by the same one under the profiler, in this process.
 
     Returns:
-        Median CPU seconds of the plain steps, and the share of each kind in them. What no operator
-        accounts for is Python, the dispatch of operators and autograd.
+        Median CPU seconds of the plain steps, and the share of each kind: the median of what an
+        operator took under the profiler over the plain step before. What no operator accounts for
+        is Python, the dispatch of operators and autograd.
     """
     import torch
     from sides import OwnSteps
@@ -81,23 +82,22 @@ def measure(workload: Workload, steps: int, threads: int) -> dict[str, Any]:
     for number in range(first):
         own.step(own.prompts(number), number)
     plain, profiled = [], []
-    for number in range(first, first + 2 * steps, 2):
+    for number in range(first, first + steps):
         report = own.step(own.prompts(number), number)
         plain.append(report["seconds"]["total"])
-        profiled.append(operator_seconds(own, number + 1))
+        profiled.append(operator_seconds(own, number))
     operators = {
-        name: statistics.median(seconds[name] for seconds in profiled)
+        name: statistics.median(
+            seconds[name] / total for seconds, total in zip(profiled, plain, strict=True)
+        )
         for name in set().union(*profiled)
     }
-    total = statistics.median(plain)
+    largest = sorted(operators, key=operators.__getitem__, reverse=True)[:12]
     return {
-        "median_seconds": total,
+        "median_seconds": statistics.median(plain),
         "seconds": plain,
-        "share": shares(operators, total),
-        "largest_operators": {
-            name: operators[name] / total
-            for name in sorted(operators, key=operators.__getitem__, reverse=True)[:12]
-        },
+        "share": shares(operators),
+        "largest_operators": {name: operators[name] for name in largest},
         "memory_bytes": report["memory_bytes"],
     }
 
@@ -122,18 +122,17 @@ def operator_seconds(own: OwnSteps, number: int) -> Counter[str]:
     )
 
 
-def shares(operators: Mapping[str, float], total: float) -> dict[str, float]:
+def shares(operators: Mapping[str, float]) -> dict[str, float]:
     """Shares by kind of a step without the profiler; what is left is Python and dispatch.
 
     Args:
-        operators: Seconds of each under the profiler.
-        total: Seconds of a step without it.
+        operators: The share of each operator.
     """
     # Where operators under the profiler took longer than the plain step, they are all there is.
-    whole = max(total, sum(operators.values()))
+    whole = max(1.0, sum(operators.values()))
     found = dict.fromkeys(ALL_KINDS, 0.0)
-    for name, seconds in operators.items():
-        found[kind_of(name)] += seconds / whole
+    for name, share in operators.items():
+        found[kind_of(name)] += share / whole
     return found | {"python and dispatch": max(0.0, 1.0 - sum(found.values()))}
 
 
@@ -150,7 +149,7 @@ def main() -> None:
     """Profile all workloads, print and write the result."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="by default all")
-    parser.add_argument("--steps", type=count, default=3, help="plain and profiled steps")
+    parser.add_argument("--steps", type=count, help="measured steps; by default the workload's")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(given.threads)  # read when the children load torch
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -159,11 +158,11 @@ def main() -> None:
         workloads = {"tiny": shrunk(WORKLOADS["tiny"])}
 
     def run(name: str) -> dict[str, Any]:
-        found = in_a_process(measure, workloads[name], given.steps, given.threads)
-        settings = replace(workloads[name], measured_steps=given.steps)
-        return {"settings": asdict(settings), **found}
+        steps = given.steps or workloads[name].measured_steps
+        found = in_a_process(measure, workloads[name], steps, given.threads)
+        return {"settings": asdict(replace(workloads[name], measured_steps=steps)), **found}
 
-    run_workloads(workloads, run, print_summary, given.threads, given.out, steps=given.steps)
+    run_workloads(workloads, run, print_summary, given.threads, given.out)
 
 
 if __name__ == "__main__":

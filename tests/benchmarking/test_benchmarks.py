@@ -67,9 +67,9 @@ def test_time_shares_of_a_step() -> None:
 
 
 def test_shares_are_of_the_step_without_the_profiler() -> None:
-    found = time_shares.shares({"aten::mm": 1.5, "aten::bmm": 0.5, "aten::cat": 1.0}, 4.0)
+    found = time_shares.shares({"aten::mm": 0.375, "aten::bmm": 0.125, "aten::cat": 0.25})
     assert (found["matrix products"], found["python and dispatch"]) == (0.5, 0.25)
-    found = time_shares.shares({"aten::addmm_": 6.0, "aten::cat": 2.0}, 4.0)
+    found = time_shares.shares({"aten::addmm_": 1.5, "aten::cat": 0.5})
     assert (found["matrix products"], found["python and dispatch"]) == (0.75, 0.0)
 
 
@@ -91,10 +91,12 @@ def test_kinds_of_operators(event: str, kind: str | None) -> None:
 
 
 def test_every_side_of_the_log_probs_agrees() -> None:
-    case = replace(logprob_memory.Case(512, 48), hidden_size=32, repeats=1)
-    found = {side: logprob_memory.measure(side, case, 1) for side in ("agilerl", "plain")}
+    case, sides = replace(logprob_memory.Case(512, 48), hidden_size=32), ("agilerl", "plain")
+    found = {side: logprob_memory.memory(side, case, 1) for side in sides}
     logprob_memory._check_equal(found)
     assert found["plain"]["logp_mean"] < 0 and found["plain"]["gradient_norm"] > 0
+    timed = logprob_memory.seconds(sides, case, 1)
+    assert list(timed) == [*sides] and {len(each) for each in timed.values()} == {case.rounds}
     found["plain"]["logp_mean"] *= 1.001
     with pytest.raises(RuntimeError, match="logp_mean"):
         logprob_memory._check_equal(found)
