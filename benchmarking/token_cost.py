@@ -136,7 +136,7 @@ def main() -> None:
     """Measure both axes, print and write the result."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--axis", choices=AXES, action="append", help="by default both")
-    parser.add_argument("--steps", type=count, default=3, help="measured steps of each size")
+    parser.add_argument("--steps", type=count, default=5, help="measured steps of each size")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(given.threads)  # read when the children load torch
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
