@@ -166,10 +166,12 @@ def test_turns_continue_the_rows_of_their_own_policy(session: bool) -> None:
     def grown(
         prompts: list[torch.Tensor], completions: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        rows = zip(prompts, completions, strict=True)
-        return [torch.cat([prompt, made, torch.tensor([30, 31])]) for prompt, made in rows]
+        rows = enumerate(zip(prompts, completions, strict=True))
+        return [torch.cat([*row, torch.tensor([30, 31 + number])]) for number, row in rows]
 
-    together = dict.fromkeys(range(3), prompts_of([6, 6]))
+    # Two rows of each adapter share a prompt, in later turns what they began with.
+    prompt, other = prompts_of([6, 6])
+    together = {number: [prompt, prompt, other] for number in range(3)}
     one_by_one = dict(together)
     with joint.session() if session else nullcontext():
         for turn, new_tokens in enumerate(lengths):

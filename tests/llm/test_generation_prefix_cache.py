@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from agilerl.llm.generation.kv_cache import prefix_cache
-from agilerl.llm.generation.kv_cache.growing_cache import GrowingLayer
+from agilerl.llm.generation.kv_cache.growing_cache import GrowingCache, GrowingLayer
 from agilerl.llm.generation.kv_cache.prefix_cache import PrefixCache
+from agilerl.llm.generation.kv_cache.shared_prefix import CachedPrompts, SharedPrefixCache
 
 
 def block_of(
@@ -44,7 +45,8 @@ def test_the_longest_row_that_a_prompt_goes_beyond_is_found() -> None:
         store.find(torch.tensor(ids), 0) for ids in ([1, 2, 3, 4, 8], [1, 2, 3, 4], [5, 6, 7, 1])
     ]
     assert [
-        row_found and (row_found.block, row_found.row, row_found.length) for row_found in found_rows
+        row_found and (row_found.prompt.block, row_found.prompt.row, row_found.length)
+        for row_found in found_rows
     ] == [
         (0, 1, 4),
         (0, 0, 2),  # the whole of it leaves nothing to run
@@ -102,7 +104,7 @@ def test_a_search_compares_few_rows(continued: bool, monkeypatch: pytest.MonkeyP
         seen.clear()
         prompt = torch.tensor([*(row if continued else row[:45]), *[5] * 200])
         row_found = store.find(prompt, 0)
-        assert (row_found.row if row_found else None) == (number if continued else None)
+        assert (row_found.prompt.row if row_found else None) == (number if continued else None)
         assert sum(seen) <= 2 * 8 * max(len(row) for row in ids)
 
 
@@ -110,7 +112,7 @@ def test_columns_are_right_aligned_before_the_block() -> None:
     store = cached_rows([[1, 2, 3], [4, 5, 6, 7, 8]], [[9]])
     prompts = [[1, 2, 3, 20], [4, 5, 6, 7, 8, 21, 22], [9, 23]]
     found_rows = [row_found for ids in prompts if (row_found := store.find(torch.tensor(ids), 0))]
-    cache = store.take(found_rows, [len(ids) for ids in prompts], room=3)
+    cache = store.take(found_rows, [len(ids) for ids in prompts], room=3, share=False)
     # Seven columns, the last two of them to be run: the tokens before are in row_found.
     assert cache.get_seq_length() == 5
     for layer in cache.layers:
@@ -122,3 +124,90 @@ def test_columns_are_right_aligned_before_the_block() -> None:
             assert held[1].tolist() == [4, 5, 6, 7, 8]
         assert torch.equal(layer.value_buffer[:, :, :5], -layer.key_buffer[:, :, :5])
     assert store.find(torch.tensor(prompts[0]), 0) is None
+
+
+def shared_rows() -> PrefixCache:
+    """Prompts 1 2 and 3 4 5, whose rows left in two blocks, and a row that shared none."""
+    store = PrefixCache()
+    prompts = CachedPrompts([block_of([[1, 2], [3, 4, 5]], 3)] * 2, [2, 3], [0, 1, 1])
+    segments = store.add_prompts(prompts)
+    ids = [[1, 2, 10, 11], [3, 4, 5], [3, 4, 5, 12]]
+    for numbers, width in (([0, 1], 2), ([2], 4)):
+        # Completions begin in the same column; the second row ended before it was run on.
+        own = torch.full((len(numbers), width), 99.0)
+        for row, number in zip(own, numbers, strict=True):
+            tokens = torch.tensor(ids[number][segments[number].length :])
+            row[: len(tokens)] = tokens
+        keys = own[:, None, :, None] + torch.arange(2)[:, None, None] * 0.25
+        keys = keys.expand(-1, -1, -1, 3).contiguous()
+        store.add(
+            [(keys, -keys)] * 2,
+            [torch.tensor(ids[number]) for number in numbers],
+            [0] * len(numbers),
+            [0] * len(numbers),
+            [segments[number] for number in numbers],
+        )
+    alone = [[6, 7, 8, 9, 13]]
+    store.add([block_of(alone, 6)] * 2, [torch.tensor(alone[0])], [1], [0])
+    return store
+
+
+CONTINUING = [[1, 2, 10, 11, 20], [3, 4, 5, 21], [3, 4, 5, 12, 22, 23], [6, 7, 8, 9, 13, 24]]
+
+
+def taken(prompts: list[list[int]], *, share: bool) -> GrowingCache:
+    store = shared_rows()
+    found = [row for ids in prompts if (row := store.find(torch.tensor(ids), 0))]
+    assert len(found) == len(prompts)
+    return store.take(found, [len(ids) for ids in prompts], 16, share=share)
+
+
+def test_what_rows_share_stays_shared() -> None:
+    cache = taken(CONTINUING, share=True)
+    assert isinstance(cache, SharedPrefixCache)
+    # The row that shared none became a prompt of as many tokens as the longest has.
+    assert cache.lengths_of_rows().tolist() == [2, 3, 3, 3]
+    assert cache.groups.prompt_of_row.tolist() == [0, 1, 1, 2]
+    # Two of the three own columns are to be run: 10 11 20; 21; 12 22 23; 9 13 24.
+    assert cache.get_seq_length() == 3 + 1
+    mask = cache.prompt_mask()
+    for layer in cache.shared_layers:
+        for head in range(2):
+            held = layer.prompt_keys[cache.groups.prompt_of_row, head, :, 0] - 0.25 * head
+            assert [row[seen].tolist() for row, seen in zip(held, mask, strict=True)] == [
+                [1, 2],
+                [3, 4, 5],
+                [3, 4, 5],
+                [6, 7, 8],
+            ]
+            own = layer.key_buffer[:, head, 0, 0] - 0.25 * head
+            assert own[[0, 2, 3]].tolist() == [10, 12, 9]
+        assert torch.equal(layer.value_buffer, -layer.key_buffer)
+        assert torch.equal(layer.prompt_values, -layer.prompt_keys)
+        assert layer.key_buffer.isfinite().all()
+
+
+def test_prompts_that_are_all_needed_are_not_copied_and_others_are_dropped() -> None:
+    store = shared_rows()
+    (prompts, _), *_ = (pair for pair in store._blocks[0] if pair is not None)
+    found = [row for ids in CONTINUING[:3] if (row := store.find(torch.tensor(ids), 0))]
+    cache = store.take(found, [5, 4, 6], 16, share=True)
+    assert isinstance(cache, SharedPrefixCache)
+    assert cache.shared_layers[0].prompt_keys is prompts
+    fewer = taken(CONTINUING[1:3], share=True)
+    assert isinstance(fewer, SharedPrefixCache)
+    assert fewer.shared_layers[0].prompt_keys[:, 0, :, 0].tolist() == [[3, 4, 5]]
+
+
+@pytest.mark.parametrize("rows", [slice(0, 4), slice(0, 2)])
+def test_rows_that_do_not_share_have_their_tokens_side_by_side(rows: slice) -> None:
+    prompts = CONTINUING[rows]
+    cache = taken(prompts, share=rows.stop == 2)  # of each prompt there is one row
+    assert type(cache) is GrowingCache
+    columns = max(map(len, prompts))
+    for layer in cache.growing_layers:
+        keys = layer.columns_in_use()[0][:, 1, :, 0] - 0.25
+        for row, ids in zip(keys, prompts, strict=True):
+            first = columns - len(ids)
+            assert row[first:].tolist() == ids[: layer.length - first]
+        assert keys.isfinite().all()

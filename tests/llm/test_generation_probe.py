@@ -26,7 +26,11 @@ from agilerl.llm.generation import probe
 from agilerl.llm.generation.probe import DecodingSupport, decoding_support
 from agilerl.testing import tiny_model
 
-EVERYTHING = DecodingSupport(left_padding=True, single_query=True, shared_prefix=True)
+EVERYTHING = DecodingSupport(
+    left_padding=True, single_query=True, shared_prefix=True, shared_turns=True
+)
+
+WINDOWED = ("mistral", "gemma2", "gemma3")
 
 
 def support_of(model: nn.Module) -> DecodingSupport:
@@ -38,7 +42,9 @@ def support_of(model: nn.Module) -> DecodingSupport:
 def test_supported_families_are_decoded_the_fastest_way(family: str, dtype: torch.dtype) -> None:
     # Attention sinks are added by its own attention alone, which cannot be replaced.
     shared = family != "gpt_oss"
-    assert support_of(make_family(family, dtype)) == replace(EVERYTHING, shared_prefix=shared)
+    turns = shared and family not in WINDOWED
+    support = replace(EVERYTHING, shared_prefix=shared, shared_turns=turns)
+    assert support_of(make_family(family, dtype)) == support
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,12 +106,14 @@ def test_a_model_in_training_mode_is_probed_without_its_dropout() -> None:
     assert not agent.policy.base.model.training
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
-def test_rows_are_longer_than_any_window(family: str) -> None:
+@pytest.mark.parametrize("family", WINDOWED)
+def test_rows_are_longer_than_any_window(family: str, caplog: pytest.LogCaptureFixture) -> None:
     """A long window is short while it is probed, so that one that is forgotten is noticed."""
     model = make_family(family)
     model.config.sliding_window = LONG_WINDOW
-    assert support_of(model) == EVERYTHING
+    with caplog.at_level(logging.INFO, probe.__name__):
+        assert support_of(model) == replace(EVERYTHING, shared_turns=False)
+    assert "after their first turn, episodes get copies" in caplog.text
     assert model.config.sliding_window == LONG_WINDOW
     with pytest.raises(ValueError, match="cannot be continued"):
         support_of(without_window_when_cached(make_family(family)))
@@ -135,8 +143,9 @@ def test_a_base_is_probed_once() -> None:
     policy, forwards = random_policy(tiny_model()), []
     policy.base.decoder.register_forward_pre_hook(lambda *_: forwards.append(1))
     decoding_support(policy)
-    # Whole rows once; prompts, two single tokens and a block; prompts and tokens that share them.
-    assert len(forwards) == 5 + 5
+    # Whole rows once; prompts, two single tokens and a block; prompts and tokens that share them;
+    # prompts, a block and two single tokens.
+    assert len(forwards) == 5 + 5 + 4
     decoding_support(policy)
-    assert len(forwards) == 5 + 5
+    assert len(forwards) == 5 + 5 + 4
     assert WINDOW > PROBED_WINDOW

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -14,73 +11,11 @@ from generation_helpers import policy_of, prompts_of, sampling_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_families import FALCONS, FAMILIES, make_family
+from session_helpers import ENDS, assert_same, play, recorded_reads
 
 from agilerl.llm.generation.hf import HFGenerator
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
-
-# Many tokens end a completion, so that rows of a batch finish at different steps.
-ENDS = tuple(range(2, 24))
-Feedback = Callable[[int, int], list[int]]
-"""(turn, episode) -> the tokens the environment adds, [] where the episode is over."""
-
-
-@dataclass
-class Played:
-    """What every turn of every episode sampled, in order."""
-
-    tokens: list[torch.Tensor] = field(default_factory=list)
-    logps: list[torch.Tensor] = field(default_factory=list)
-    reads: list[tuple[int, int]] = field(default_factory=list)
-    """Shape of the block of ids at the start of each batch."""
-
-
-@contextmanager
-def recorded_reads(policy: Policy, reads: list[tuple[int, int]]) -> Iterator[None]:
-    def note(module: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
-        if kwargs["input_ids"].shape[1] > 1:
-            reads.append(tuple(kwargs["input_ids"].shape))
-
-    handle = policy.base.decoder.register_forward_pre_hook(note, with_kwargs=True)
-    yield
-    handle.remove()
-
-
-def play(
-    policy: Policy,
-    first: list[torch.Tensor],
-    feedback: Feedback,
-    turns: int,
-    *,
-    cached: bool,
-    drop: int = 0,
-    **changes: object,
-) -> Played:
-    """Play scripted episodes; ``drop``: tokens that leave the front of every prompt of turn 2."""
-    generator, rng = HFGenerator(policy), torch.Generator().manual_seed(5)
-    sampling = sampling_of(return_logps=True, **({"max_new_tokens": 4} | changes))
-    played, prompts = Played(), dict(enumerate(first))
-    context = generator.session() if cached else nullcontext()
-    with context, recorded_reads(policy, played.reads):
-        for turn in range(turns):
-            made = generator.generate(list(prompts.values()), 1, sampling, rng)
-            assert made.logps is not None
-            played.tokens += made.token_ids
-            played.logps += made.logps
-            for episode, completion in zip(list(prompts), made.token_ids, strict=True):
-                added = feedback(turn, episode)
-                grown = torch.cat([prompts[episode], completion, torch.tensor(added).long()])
-                prompts[episode] = grown[drop:] if turn == 1 else grown
-                if not added:
-                    del prompts[episode]
-    return played
-
-
-def assert_same(cached: Played, plain: Played) -> None:
-    assert len(cached.tokens) == len(plain.tokens)
-    for a, b in zip(cached.tokens, plain.tokens, strict=True):
-        assert torch.equal(a, b)
-    assert (torch.cat(cached.logps) - torch.cat(plain.logps)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
@@ -120,15 +55,16 @@ def test_any_episodes_are_those_of_recomputation(policy: Policy, data: st.DataOb
     count = data.draw(st.integers(1, 6))
     first = prompts_of(data.draw(st.lists(st.integers(1, 15), min_size=count, max_size=count)))
     # Equal prompts, as the episodes of a group have them.
-    copies = data.draw(st.lists(st.integers(0, count - 1), max_size=3))
+    copies = data.draw(st.lists(st.integers(0, count - 1), max_size=9))
     first += [first[i].clone() for i in copies]
+    slid = data.draw(st.dictionaries(st.integers(0, len(first) - 1), st.integers(1, 4)))
     lengths = st.lists(
         st.lists(st.integers(0, 9), min_size=len(first), max_size=len(first)),
-        min_size=3,
-        max_size=3,
+        min_size=4,
+        max_size=4,
     )
     added = data.draw(lengths)
-    added[0][0] = added[1][0] = 1  # one episode goes on to the end
+    added[0][0] = added[1][0] = added[2][0] = 1  # one episode goes on to the end
     same = data.draw(st.booleans())
 
     def feedback(turn: int, episode: int) -> list[int]:
@@ -141,8 +77,8 @@ def test_any_episodes_are_those_of_recomputation(policy: Policy, data: st.DataOb
         "greedy": data.draw(st.booleans()),
         "repetition_penalty": data.draw(st.sampled_from([1.0, 1.3])),
     }
-    plain = play(policy, first, feedback, 3, cached=False, **settings)
-    cached = play(policy, first, feedback, 3, cached=True, **settings)
+    plain = play(policy, first, feedback, 4, cached=False, drop=slid, **settings)
+    cached = play(policy, first, feedback, 4, cached=True, drop=slid, **settings)
     assert_same(cached, plain)
 
 
@@ -190,8 +126,9 @@ def test_a_window_that_drops_old_turns_starts_afresh(policy: Policy) -> None:
     def feedback(turn: int, episode: int) -> list[int]:
         return [4 + episode] * (episode + 1)
 
-    plain = play(policy, first, feedback, 4, cached=False, drop=5, **settings)
-    cached = play(policy, first, feedback, 4, cached=True, drop=5, **settings)
+    drop = dict.fromkeys(range(3), 5)
+    plain = play(policy, first, feedback, 4, cached=False, drop=drop, **settings)
+    cached = play(policy, first, feedback, 4, cached=True, drop=drop, **settings)
     assert_same(cached, plain)
     assert cached.reads[2] == plain.reads[2]
     assert cached.reads[3][1] < plain.reads[3][1]

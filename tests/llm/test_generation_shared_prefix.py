@@ -87,7 +87,9 @@ def test_prompts_without_rows_are_dropped() -> None:
     cache = GrowingCache(0)
     keys = torch.randn(4, 2, 3, 5)
     cache.update(keys, keys + 1.0, 0)
-    shared = SharedPrefixCache(cache, torch.arange(4).repeat_interleave(2), room=1)
+    shared = SharedPrefixCache.of_prompts(
+        cache, torch.arange(4).repeat_interleave(2), [3, 2, 3, 1], room=1
+    )
     shared.select(torch.tensor([0, 1, 2, 6]))  # three of four prompts
     assert len(shared.shared_layers[0].prompt_keys) == 4
     shared.select(torch.tensor([2, 3]))
@@ -95,4 +97,5 @@ def test_prompts_without_rows_are_dropped() -> None:
     assert torch.equal(layer.prompt_keys, keys[[1, 3]])
     assert torch.equal(layer.prompt_values, keys[[1, 3]] + 1.0)
     assert shared.groups.prompt_of_row.tolist() == [0, 1]
+    assert shared.lengths_of_rows().tolist() == [2, 1]
     assert shared.get_seq_length() == 3

@@ -83,12 +83,17 @@ class RequestBatch:
         for chunk in self._chunks():
             self._store(chunk, loop.run(self._batch(chunk)))
 
-    def complete_cached(self, loop: DecodingLoop, cache: PrefixCache) -> None:
+    def complete_cached(self, loop: DecodingLoop, cache: PrefixCache, *, share: bool) -> None:
         """Complete all rows, running only what is new of prompts that continue a cached row.
 
         Those go first and in a batch of their own: one prompt without a prefix would make all
         others run whole, and the cache is free once they have started. Afterwards the cache holds
         these rows.
+
+        Args:
+            loop: Completes batches.
+            cache: With the rows that may be continued.
+            share: See :meth:`PrefixCache.take`.
         """
         cached = {
             prompt: cache.find(self.prompts[prompt], self.adapters[prompt])
@@ -102,7 +107,7 @@ class RequestBatch:
             prefixes = [row for prompt in prompts if (row := cached[prompt]) is not None]
             lengths = [len(self.prompts[prompt]) for prompt in prompts]
             room = min(CACHE_BLOCK, max(self.limits[prompt] for prompt in prompts))
-            batches.append((continuing, cache.take(prefixes, lengths, room)))
+            batches.append((continuing, cache.take(prefixes, lengths, room, share=share)))
         cache.clear()
         if new:
             batches.append((new, None))
@@ -121,17 +126,19 @@ class RequestBatch:
 
     def _cache(self, chunk: Sequence[int], completed: BatchCompletions, cache: PrefixCache) -> None:
         """Keep a batch's rows, by prompt and completion."""
-        width = max(len(self.prompts[self.rows[i]]) for i in chunk)
+        prompts = [self.prompts[self.rows[i]] for i in chunk]
+        shared = None if completed.prompts is None else cache.add_prompts(completed.prompts)
+        own = [len(prompt) for prompt in prompts]
+        if shared is not None:
+            own = [n - segment.length for n, segment in zip(own, shared, strict=True)]
         for block in completed.cached:
-            numbers = [self.rows[chunk[n]] for n in block.rows]
-            prompts = [self.prompts[number] for number in numbers]
-            # The last token was sampled, but never run.
-            completions = [completed.tokens[n][:-1] for n in block.rows]
             cache.add(
                 block.layers,
-                [torch.cat(pair) for pair in zip(prompts, completions, strict=True)],
-                [width - len(prompt) for prompt in prompts],
-                [self.adapters[number] for number in numbers],
+                # The last token was sampled, but never run.
+                [torch.cat([prompts[n], completed.tokens[n][:-1]]) for n in block.rows],
+                [max(own) - own[n] for n in block.rows],
+                [self.adapters[self.rows[chunk[n]]] for n in block.rows],
+                None if shared is None else [shared[n] for n in block.rows],
             )
 
     def _distinct(self, chunk: Sequence[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """The decoding loop: a batch of prompts in, one completion per row out.
 
-Each distinct prompt is run once, and its rows share its keys and values or, where the model or a
-session does not allow it, get copies. Rows that have finished leave the batch; cache and output
+Each distinct prompt is run once, and its rows share its keys and values or, where the model does
+not allow it, get copies. Rows that have finished leave the batch; cache and output
 grow in blocks with what is generated.
 """
 
@@ -18,9 +18,10 @@ from agilerl.llm.causal_lm import LogitHead
 from agilerl.llm.config import SamplingConfig
 from agilerl.llm.generation.cached_decoder import CachedDecoder, LeftPadded
 from agilerl.llm.generation.kv_cache.growing_cache import CACHE_BLOCK, GrowingCache, LayerTensors
-from agilerl.llm.generation.kv_cache.shared_prefix import SharedPrefixCache
+from agilerl.llm.generation.kv_cache.shared_prefix import CachedPrompts, SharedPrefixCache
 from agilerl.llm.generation.random_numbers import BLOCK
-from agilerl.llm.generation.sampling import next_tokens, penalise, scaled_logps
+from agilerl.llm.generation.sampled_tokens import SampledTokens
+from agilerl.llm.generation.sampling import next_tokens, penalise
 from agilerl.llm.generation.single_token.tiled_head import TiledHead
 from agilerl.llm.generation.stop_sequences import StopSequenceMatcher
 
@@ -52,8 +53,9 @@ class CachedRows(NamedTuple):
     rows: list[int]
     """Which rows of the batch."""
     layers: list[LayerTensors]
-    """Per layer, keys and values ``(n, heads, columns, head size)``. Prompts end in column
-    ``max(prompt lengths) - 1``, completions follow; the last token of one has no column yet."""
+    """Per layer, keys and values ``(n, heads, columns, head size)``, where rows share prompts only
+    of what comes after these. The prompts of all rows, or what is left of them, end in the same
+    column; completions follow; the last token of one has no column yet."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class BatchCompletions:
     """Per row, the 1-D float32 log-probs of its tokens, if asked for."""
     cached: list[CachedRows]
     """Every row's keys and values, if asked for."""
+    prompts: CachedPrompts | None
+    """Those that the cached rows share, if they do."""
 
 
 @dataclass
@@ -133,15 +137,16 @@ class DecodingLoop:
 
         Args:
             batch: The prompts, and how often and how far each is completed.
-            cache: The first columns of the right-aligned prompts, which are then not run again.
+            cache: The first columns of the prompts, which are then not run again.
             keep_cache: Also return keys and values.
 
         Raises:
             RuntimeError: If the model's logits are not finite.
         """
         longest = max(batch.limits)
-        rows, logits, cache = self._prefill(batch, cache, keep_cache)
-        output = _Output(len(batch.limits), longest, self.sampling, self.device)
+        rows, logits, cache = self._prefill(batch, cache)
+        prompts = _shared_prompts(cache) if keep_cache else None
+        output = SampledTokens(len(batch.limits), longest, self.sampling, self.device)
         stops = self._stop_sequences(batch)
         cached: list[CachedRows] = []
         uniforms: torch.Tensor | None = None
@@ -156,7 +161,7 @@ class DecodingLoop:
                 None if uniforms is None else uniforms[rows.ids, column],
                 self.sampling,
             )
-            output.add(rows, step, token, logits, largest)
+            output.add(rows.ids, rows.unfinished, step, token, logits, largest)
             rows.unfinished &= ~torch.isin(token, self.eos) & (step + 1 < rows.limits)
             if stops is not None:
                 _end_stopped(rows, token, step, stops)
@@ -171,7 +176,7 @@ class DecodingLoop:
             logits = self._step(rows, token, cache)
         if keep_cache:
             cached.append(_remaining(rows, cache))
-        return BatchCompletions(*output.rows(), cached)
+        return BatchCompletions(*output.rows(), cached, prompts)
 
     def _stop_sequences(self, batch: PromptBatch) -> StopSequenceMatcher | None:
         if self.tokenizer is None:
@@ -183,33 +188,32 @@ class DecodingLoop:
         )
 
     def _prefill(
-        self, batch: PromptBatch, cache: GrowingCache | None, keep_cache: bool
+        self, batch: PromptBatch, cache: GrowingCache | None
     ) -> tuple[_Rows, torch.Tensor, GrowingCache]:
         """Run what ``cache`` lacks of each prompt; the rows, their logits ``(N, V)`` and cache."""
         count, room = len(batch.prompts), min(CACHE_BLOCK, max(batch.limits))
         distinct = list(batch.prompt_index) == list(range(count))
-        # A session takes rows with all their columns, and gives them.
-        shares = self.shared_prefix and not (distinct or keep_cache or cache is not None)
+        shares = self.shared_prefix and not distinct
         if cache is None:
             cache = GrowingCache(0 if shares else room)
-        padded = LeftPadded.of(batch.prompts, self.sampling.pad_token_id, self.device)
-        start = cache.get_seq_length()
+        padded = self._columns(batch.prompts, cache)
+        new = padded.mask.shape[1] - cache.get_seq_length()
         adapters = torch.tensor(batch.adapters, device=self.device)
         self.model.assign(adapters)
         hidden = self.model.hidden(
-            padded.ids[:, start:], padded.mask, padded.positions[:, start:], cache
+            padded.ids[:, -new:], padded.mask, padded.positions[:, -new:], cache
         )
         logits = self.head.logits(hidden[:, -1])
         index = torch.tensor(batch.prompt_index, device=self.device)
-        if shares:
-            cache = SharedPrefixCache(cache, index, room)
+        if shares and not isinstance(cache, SharedPrefixCache):
+            cache = SharedPrefixCache.of_prompts(cache, index, list(map(len, batch.prompts)), room)
         elif not distinct:
             cache.select(index)
         seen = None
         if self.sampling.repetition_penalty != 1.0:
+            whole = LeftPadded.of(batch.prompts, self.sampling.pad_token_id, self.device)
             # Padding repeats a token of the prompt.
-            seen = torch.where(padded.mask, padded.ids, padded.ids[:, -1:])
-            seen = seen[index]
+            seen = torch.where(whole.mask, whole.ids, whole.ids[:, -1:])[index]
         rows = _Rows(
             ids=torch.arange(len(index), device=self.device),
             mask=padded.mask[index],
@@ -222,6 +226,17 @@ class DecodingLoop:
         self.model.assign(rows.adapters)
         return rows, logits[index], cache
 
+    def _columns(self, prompts: Sequence[torch.Tensor], cache: GrowingCache) -> LeftPadded:
+        """The prompts in the columns of a cache; of shared ones, which it holds, the mask only."""
+        pad = self.sampling.pad_token_id
+        if not isinstance(cache, SharedPrefixCache):
+            return LeftPadded.of(prompts, pad, self.device)
+        shared = cache.lengths_of_rows()
+        own = [prompt[n:] for prompt, n in zip(prompts, shared.tolist(), strict=True)]
+        ids, mask, positions = LeftPadded.of(own, pad, self.device)
+        mask = torch.cat([cache.prompt_mask(), mask], dim=1)
+        return LeftPadded(ids, mask, positions + shared[:, None])
+
     def _step(self, rows: _Rows, token: torch.Tensor, cache: GrowingCache) -> torch.Tensor:
         """Feed one token per row and return the next logits ``(N, V)``."""
         if rows.seen is not None:
@@ -231,62 +246,6 @@ class DecodingLoop:
         # A finished row's position stays: one further may be past the model's last.
         rows.positions = rows.positions + rows.unfinished.long()
         return self.head.logits(hidden[:, -1])
-
-
-class _Output:
-    """Sampled tokens and, if asked for, their log-probs, in blocks of columns."""
-
-    def __init__(
-        self, rows: int, limit: int, sampling: SamplingConfig, device: torch.device
-    ) -> None:
-        self.limit, self.sampling = limit, sampling
-        self.tokens: list[torch.Tensor] = []
-        self.logps: list[torch.Tensor] = []
-        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self.broken = torch.zeros((), dtype=torch.bool, device=device)
-
-    def add(
-        self,
-        rows: _Rows,
-        step: int,
-        token: torch.Tensor,
-        logits: torch.Tensor,
-        largest: torch.Tensor,
-    ) -> None:
-        """Store a step: tokens, the ``(N, V)`` logits of the model, and the largest drawn from.
-
-        The logits may be overwritten.
-        """
-        column = step % BLOCK
-        if column == 0:
-            shape = len(self.lengths), min(BLOCK, self.limit - step)
-            self.tokens.append(self.lengths.new_full(shape, self.sampling.pad_token_id))
-            if self.sampling.return_logps:
-                self.logps.append(torch.zeros(shape, device=token.device))
-        self.broken |= ~(largest < torch.inf).all()
-        self.tokens[-1][rows.ids, column] = token
-        if self.sampling.return_logps:
-            logps = scaled_logps(logits, token, self.sampling.temperature)
-            self.logps[-1][rows.ids, column] = logps
-        self.lengths[rows.ids] += rows.unfinished
-
-    def rows(self) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-        """Per row tokens and log-probs.
-
-        Raises:
-            RuntimeError: If any logits were not finite.
-        """
-        if self.broken:
-            raise RuntimeError(
-                "the model's logits held NaN or inf during generation: its weights have diverged "
-                "(was the learning rate too high?) or its dtype overflows"
-            )
-        tokens = self._without_padding(self.tokens)
-        return tokens, self._without_padding(self.logps) if self.sampling.return_logps else None
-
-    def _without_padding(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        columns = torch.cat([block.cpu() for block in blocks], dim=1)
-        return [row[:n].clone() for row, n in zip(columns, self.lengths.tolist(), strict=True)]
 
 
 def _end_stopped(rows: _Rows, token: torch.Tensor, step: int, stops: StopSequenceMatcher) -> None:
@@ -301,6 +260,11 @@ def _compact(rows: _Rows, token: torch.Tensor, cache: GrowingCache) -> tuple[_Ro
     live = rows.unfinished.nonzero().squeeze(1)
     cache.select(live)
     return rows.select(live), token[live]
+
+
+def _shared_prompts(cache: GrowingCache) -> CachedPrompts | None:
+    """The prompts of all rows, before the cache drops those of rows that have left."""
+    return cache.prompts() if isinstance(cache, SharedPrefixCache) else None
 
 
 def _finished(rows: _Rows, cache: GrowingCache) -> CachedRows:

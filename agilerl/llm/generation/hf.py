@@ -6,7 +6,7 @@ and position, so a completion depends neither on the chunk size nor on the rows 
 with (beyond rounding).
 
 In a session the keys and values of the rows generated last are kept, and of a prompt that continues
-one only the new tokens are run.
+one only the new tokens are run. Rows that shared a prompt go on sharing it.
 
 On a base that ZeRO stage 3 partitions, it is gathered once for a rollout, or, without
 ``gather_for_generation``, layer by layer for every token: that costs a gather of every layer and of
@@ -157,7 +157,7 @@ class HFGenerator:
         if prefix_cache is None:
             batch.complete(loop)
         elif batch.fits_one_chunk and sampling.left_padding:
-            batch.complete_cached(loop, prefix_cache)
+            batch.complete_cached(loop, prefix_cache, share=support.shared_turns)
         else:
             prefix_cache.clear()
             batch.complete(loop)

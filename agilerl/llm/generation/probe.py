@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from agilerl.llm.causal_lm import equal_up_to_rounding, short_windows
+from agilerl.llm.causal_lm import PROBED_WINDOW, equal_up_to_rounding, short_windows
 from agilerl.llm.generation.cached_decoder import CachedDecoder, LeftPadded
 from agilerl.llm.generation.kv_cache.growing_cache import GrowingCache
 from agilerl.llm.generation.kv_cache.shared_prefix import SharedPrefixCache
@@ -39,6 +39,9 @@ class DecodingSupport:
     attention."""
     shared_prefix: bool = False
     """Rows may share a prompt's keys and values."""
+    shared_turns: bool = False
+    """They may go on doing so in later turns, with hidden columns between the prompt and what comes
+    after it; not where columns count, as for sliding windows."""
 
 
 # Fastest first.
@@ -68,6 +71,12 @@ def decoding_support(policy: Policy) -> DecodingSupport:
         name = type(policy.base.model).__name__
         if support.left_padding and support.single_query and not support.shared_prefix:
             logger.info("completions of one prompt get copies of its keys and values on %s", name)
+        if support.shared_prefix and not support.shared_turns:
+            logger.info(
+                "after their first turn, episodes get copies of their prompt's keys and values "
+                "on %s: hidden columns make a difference, as to sliding windows",
+                name,
+            )
         if not support.single_query:
             logger.info(
                 "single-query attention is off for %s: it cannot replace the model's own", name
@@ -98,7 +107,7 @@ def _probe(base: SharedBase) -> DecodingSupport:
             except Exception as raised:  # noqa: BLE001 - of an unknown architecture; the next choice may do
                 error = raised
             if _on_all_ranks(base, exact):
-                return replace(choice, shared_prefix=_shares_prefixes(base, rows, expected, choice))
+                return _with_sharing(base, rows, expected, choice)
     raise ValueError(
         f"{type(base.model).__name__} cannot be continued from keys and values alone (linear "
         "attention, Mamba and other recurrent layers are not supported); use a model with "
@@ -126,42 +135,61 @@ def _states_of_whole_rows(
     return hidden[torch.arange(len(rows), device=device)[:, None], last]
 
 
-def _shares_prefixes(
+def _with_sharing(
     base: SharedBase,
     rows: Sequence[torch.Tensor],
     expected: torch.Tensor,
     choice: DecodingSupport,
-) -> bool:
-    """Whether rows that share a prompt's keys and values have the hidden states of whole rows."""
+) -> DecodingSupport:
+    """A choice, and whether rows that share prompts then have the hidden states of whole rows."""
     if not choice.left_padding or not choice.single_query:
-        return False
-    exact = False
-    with contextlib.suppress(Exception):  # of an unknown architecture; copies will do
-        exact = _agree(_shared_states(base.decoder, rows, base.device), expected)
-    return _on_all_ranks(base, exact)
+        return choice
+    exact = []
+    for hidden_columns in (0, PROBED_WINDOW):
+        agree = False
+        with contextlib.suppress(Exception):  # of an unknown architecture; copies will do
+            made = _shared_states(base.decoder, rows, base.device, hidden_columns)
+            agree = _agree(made, expected)
+        exact.append(_on_all_ranks(base, agree))
+    return replace(choice, shared_prefix=exact[0], shared_turns=all(exact))
 
 
 def _shared_states(
-    decoder: nn.Module, rows: Sequence[torch.Tensor], device: torch.device
+    decoder: nn.Module, rows: Sequence[torch.Tensor], device: torch.device, hidden_columns: int
 ) -> torch.Tensor:
-    """As :func:`_decoded_states`, one by one, with two rows of each prompt, of which some leave."""
+    """As :func:`_decoded_states`, with two rows of each prompt, of which some leave.
+
+    Args:
+        decoder: The model without its head.
+        rows: The prompts and what is decoded.
+        device: The model's.
+        hidden_columns: Behind the prompts. With them the first two tokens are run at once, as at
+            the start of a later turn; else all are one by one.
+    """
     model = CachedDecoder(decoder, left_padding=True, single_query=True)
     ids, mask, positions = LeftPadded.of(rows, 0, device)
     width, prompts = ids.shape[1] - _DECODED, len(rows)
     prompt_cache = GrowingCache(0)
     hidden = model.hidden(ids[:, :width], mask[:, :width], positions[:, :width], prompt_cache)
+    # Hidden columns repeat the last token of the prompt.
+    order = [*range(width), *[width - 1] * hidden_columns, *range(width, ids.shape[1])]
+    ids, mask, positions = (each[:, order] for each in (ids, mask, positions))
+    mask[:, width : width + hidden_columns] = False
     index = torch.arange(prompts, device=device).repeat(2)
-    cache, states = SharedPrefixCache(prompt_cache, index, 1), [hidden[:, -1:]]
-    for column in range(width, ids.shape[1]):
-        if column == width + 1:
+    lengths = [len(row) - _DECODED for row in rows]
+    cache = SharedPrefixCache.of_prompts(prompt_cache, index, lengths, 1)
+    states, start = [hidden[:, -1:]], width
+    first = 2 if hidden_columns else 1
+    for end in range(width + hidden_columns + first, ids.shape[1] + 1):
+        hidden = model.hidden(
+            ids[index, start:end], mask[index, :end], positions[index, start:end], cache
+        )
+        states.append(hidden[-prompts:, hidden_columns if start == width else 0 :])
+        if start == width:
             kept = torch.arange(prompts - 1, 2 * prompts, device=device)
             index = index[kept]
             cache.select(kept)
-        one = slice(column, column + 1)
-        hidden = model.hidden(
-            ids[index, one], mask[index, : column + 1], positions[index, one], cache
-        )
-        states.append(hidden[-prompts:])
+        start = end
     return torch.cat(states, dim=1)
 
 

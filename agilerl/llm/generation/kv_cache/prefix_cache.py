@@ -4,49 +4,29 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from agilerl.llm.generation.kv_cache.growing_cache import (
-    GrowingCache,
-    GrowingLayer,
-    LayerTensors,
-    empty_buffer,
+from agilerl.llm.generation.kv_cache.continued_rows import (
+    Block,
+    CachedRow,
+    shared_prompts,
+    whole_rows,
 )
-
-
-class CachedRow(NamedTuple):
-    """Where the keys and values of a row are."""
-
-    block: int
-    row: int
-    start: int
-    """Column of its first token."""
-    length: int
-    """Its tokens that have keys and values, in consecutive columns."""
-
-
-class _BlockRows(NamedTuple):
-    """What one block contributes to a new cache."""
-
-    block: int
-    targets: torch.Tensor
-    """``(n,)`` rows of the new cache."""
-    rows: torch.Tensor
-    """``(n,)`` rows of the block that they continue."""
-    columns: torch.Tensor
-    """``(n, width)`` columns of the block; any column where the new cache has padding."""
+from agilerl.llm.generation.kv_cache.growing_cache import GrowingCache, LayerTensors
+from agilerl.llm.generation.kv_cache.segments import Segment
+from agilerl.llm.generation.kv_cache.shared_prefix import CachedPrompts
 
 
 class PrefixCache:
     """Keys and values by token ids.
 
-    Rows are stored in blocks: those that left the batch together share tensors.
+    They are stored in blocks: of rows that left the batch together, and of the prompts that rows
+    of several blocks share.
     """
 
     def __init__(self) -> None:
-        self._blocks: list[list[LayerTensors | None]] = []
+        self._blocks: list[Block] = []
         self._rows: dict[bytes, CachedRow] = {}
         self._sorted: list[bytes] = []
         self._prefix_of: dict[bytes, bytes | None] = {}
@@ -54,25 +34,42 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def add_prompts(self, prompts: CachedPrompts) -> list[Segment]:
+        """Store prompts; returns where the one of each row is, for :meth:`add`."""
+        columns = prompts.layers[0][0].shape[2]
+        segments = [
+            Segment(len(self._blocks), number, columns - length, length)
+            for number, length in enumerate(prompts.lengths)
+        ]
+        self._blocks.append(list(prompts.layers))
+        return [segments[number] for number in prompts.of_row]
+
     def add(
         self,
         layers: Sequence[LayerTensors],
         token_ids: Sequence[torch.Tensor],
         starts: Sequence[int],
         adapters: Sequence[int],
+        prompts: Sequence[Segment] | None = None,
     ) -> None:
         """Store one block.
 
         Args:
             layers: Per layer, keys and values ``(n, heads, columns, head size)``, contiguous.
             token_ids: Per row, the 1-D ids that have keys and values.
-            starts: Per row, the column of its first token.
+            starts: Per row, the column of its first token in ``layers``.
             adapters: Per row, the number of the adapter that it ran with.
+            prompts: Per row, its first tokens, if ``layers`` hold only what comes after them.
         """
+        block = len(self._blocks)
         rows = zip(token_ids, starts, adapters, strict=True)
         for row, (ids, start, adapter) in enumerate(rows):
-            key = row_key(ids, adapter)
-            self._rows[key] = CachedRow(len(self._blocks), row, start, len(ids))
+            if prompts is None:
+                cached = CachedRow(Segment(block, row, start, len(ids)))
+            else:
+                own = Segment(block, row, start, len(ids) - prompts[row].length)
+                cached = CachedRow(prompts[row], own)
+            self._rows[row_key(ids, adapter)] = cached
         self._blocks.append(list(layers))
         self._sorted = sorted(self._rows)
         self._prefix_of = _longest_prefixes(self._sorted)
@@ -87,37 +84,25 @@ class PrefixCache:
             row = self._prefix_of[row]
         return None if row is None else self._rows[row]
 
-    def take(self, rows: Sequence[CachedRow], lengths: Sequence[int], room: int) -> GrowingCache:
+    def take(
+        self, rows: Sequence[CachedRow], lengths: Sequence[int], room: int, *, share: bool
+    ) -> GrowingCache:
         """Build the cache that prompts of these ``lengths`` continue, and clear this one.
-
-        Prompts are right-aligned in ``max(lengths)`` columns. The last of these, as many as the
-        prompt with most new tokens needs, are left to be run for every prompt, so that none has a
-        gap between old and new columns: sliding windows count columns.
 
         Args:
             rows: Per prompt, the row it continues.
             lengths: Tokens of each prompt.
-            room: Columns to allocate behind the prompts.
+            room: Columns to allocate behind the prompts, and by which it grows.
+            share: Whether rows may go on sharing their first tokens, in a
+                :class:`SharedPrefixCache`. Between these and the others there may then be hidden
+                columns, which sliding windows would count. Otherwise, and where no two rows share
+                any, each row has all its tokens in consecutive columns.
         """
-        new_columns = max(length - row.length for row, length in zip(rows, lengths, strict=True))
-        width = max(lengths) - new_columns
-        device = next(pair for pair in self._blocks[0] if pair is not None)[0].device
-        sources = _group_by_block(rows, lengths, width, device)
-        layers = []
-        for number in range(len(self._blocks[0])):
-            pairs = [block[number] for block in self._blocks]
-            keys, values = (
-                _gather(
-                    [pair[i] for pair in pairs if pair is not None], sources, new_columns + room
-                )
-                for i in (0, 1)
-            )
-            layers.append(GrowingLayer(room, (keys, values), width))
-            # Freed layer by layer, so that the old and the new cache never exist both in full.
-            for block in self._blocks:
-                block[number] = None
+        several = len({row.prompt for row in rows}) < len(rows)
+        build = shared_prompts if share and several else whole_rows
+        blocks = self._blocks
         self.clear()
-        return GrowingCache(room, layers)
+        return build(blocks, rows, lengths, room)
 
     def clear(self) -> None:
         """Drop all rows."""
@@ -140,38 +125,3 @@ def _longest_prefixes(rows: Sequence[bytes]) -> dict[bytes, bytes | None]:
         longest[row] = nested[-1] if nested else None
         nested.append(row)
     return longest
-
-
-def _group_by_block(
-    rows: Sequence[CachedRow], lengths: Sequence[int], width: int, device: torch.device
-) -> list[_BlockRows]:
-    """Which rows and columns of which block go where in a cache of ``width`` columns."""
-    # Token t of a prompt belongs in column max(lengths) - length + t.
-    first_token = torch.tensor(lengths)[:, None] - max(lengths)
-    token = (first_token + torch.arange(width)).clamp(min=0)
-    columns = token + torch.tensor([row.start for row in rows])[:, None]
-    row_in_block = torch.tensor([row.row for row in rows])
-    blocks = torch.tensor([row.block for row in rows])
-    groups = []
-    for block in blocks.unique().tolist():
-        targets = (blocks == block).nonzero().squeeze(1)
-        indices = (targets, row_in_block[targets], columns[targets])
-        groups.append(_BlockRows(block, *(index.to(device) for index in indices)))
-    return groups
-
-
-def _gather(
-    blocks: Sequence[torch.Tensor], sources: Sequence[_BlockRows], room: int
-) -> torch.Tensor:
-    """``(N, heads, width + room, head size)``, its first columns copied from the blocks."""
-    width = sources[0].columns.shape[1]
-    gathered = empty_buffer(blocks[0], sum(len(source.rows) for source in sources), width + room)
-    for source in sources:
-        block = blocks[source.block]
-        _, heads, columns, size = block.shape
-        head = torch.arange(heads, device=block.device)
-        line = (source.rows[:, None, None] * heads + head[:, None]) * columns
-        line = line + source.columns[:, None]
-        lines = block.view(-1, size).index_select(0, line.view(-1))
-        gathered[source.targets, :, :width] = lines.view(len(source.rows), heads, width, size)
-    return gathered

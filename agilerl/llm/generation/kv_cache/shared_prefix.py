@@ -1,12 +1,14 @@
 """Keys and values of rows that share prompts: those of a prompt are kept once, not once per row.
 
 A decoding step attends to them with the queries of all rows of the prompt in one product, so that
-they are read once as well.
+they are read once as well. Where several tokens of a row are run at once, as at the start of a
+turn, a layer's prompts are copied to the rows for as long as it attends to them.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -54,6 +56,18 @@ class PromptGroups:
         return self._groups.returned(rows.reshape(-1, heads, queries, size))
 
 
+class CachedPrompts(NamedTuple):
+    """Prompts of a cache, and which row continues which."""
+
+    layers: list[LayerTensors]
+    """Per layer, keys and values ``(P, heads, columns, head size)``, contiguous; a prompt ends in
+    the last column."""
+    lengths: list[int]
+    """Tokens of each prompt."""
+    of_row: list[int]
+    """The prompt of each row."""
+
+
 class SharedPrefixLayer(GrowingLayer):
     """Keys and values of one layer: of the prompts, and of the rows what comes after them.
 
@@ -62,18 +76,18 @@ class SharedPrefixLayer(GrowingLayer):
     Args:
         room: Most columns by which the rows' own grow.
         prompts: Keys and values ``(P, heads, columns, head size)`` of the prompts.
-        rows: N.
+        own: Those of the rows, ``(N, heads, columns, head size)``.
+        length: Columns of the rows that are in use.
     """
 
-    def __init__(self, room: int, prompts: LayerTensors, rows: int) -> None:
-        first = min(room, _SHORT_BLOCK)
-        keys, values = (empty_buffer(tensor, rows, first).zero_() for tensor in prompts)
-        super().__init__(room, (keys, values))
+    def __init__(
+        self, room: int, prompts: LayerTensors, own: LayerTensors, length: int = 0
+    ) -> None:
+        super().__init__(room, own, length)
         self.prompt_keys, self.prompt_values = prompts
 
     def _columns_for(self, end: int) -> int:
-        # One of the columns is for the token that is being added.
-        return end - 1 + (min(self.room, _SHORT_BLOCK) if end < _SHORT else self.room)
+        return own_columns(end, self.room)
 
     def _grown(self, buffer: torch.Tensor, end: int) -> torch.Tensor:
         grown = super()._grown(buffer, end)
@@ -85,29 +99,77 @@ class SharedPrefixLayer(GrowingLayer):
         return self.prompt_keys.shape[-2] + self.length
 
 
-class SharedPrefixCache(GrowingCache):
-    """The cache of rows that share prompts; what ``update`` returns are the rows' own columns.
+def own_columns(end: int, room: int) -> int:
+    """Columns to allocate for rows that need ``end`` of their own; ``room``: most to add."""
+    # One of the columns is for the token that is being added.
+    return end - 1 + (min(room, _SHORT_BLOCK) if end < _SHORT else room)
 
-    For single queries within
-    :func:`~agilerl.llm.generation.single_token.attention.single_query_attention`.
+
+class SharedPrefixCache(GrowingCache):
+    """The cache of rows that share prompts.
+
+    Single queries must be run within
+    :func:`~agilerl.llm.generation.single_token.attention.single_query_attention`: what ``update``
+    returns to them are the rows' own columns. Several queries per row get those of the prompts as
+    well, as from any other cache.
 
     Args:
-        cache: Of the prompts, which takes over its tensors.
-        prompt_of_row: ``(N,)`` long.
         room: Columns by which the rows' own grow.
+        layers: With the prompts.
+        prompt_of_row: ``(N,)`` long.
+        prompt_lengths: Tokens of each prompt; they end in the last column of the prompts.
     """
 
-    def __init__(self, cache: GrowingCache, prompt_of_row: torch.Tensor, room: int) -> None:
-        prompts = [layer.columns_in_use() for layer in cache.growing_layers]
-        self.groups = PromptGroups(prompt_of_row, len(prompts[0][0]))
-        rows = len(prompt_of_row)
+    def __init__(
+        self,
+        room: int,
+        layers: Sequence[SharedPrefixLayer],
+        prompt_of_row: torch.Tensor,
+        prompt_lengths: Sequence[int],
+    ) -> None:
+        self.groups = PromptGroups(prompt_of_row, len(prompt_lengths))
+        self.prompt_lengths = torch.tensor(prompt_lengths, device=prompt_of_row.device)
         # Layers of a forward are given the same mask.
         self._mask: torch.Tensor | None = None
         self._visible, self._bias = 0, torch.empty(0)
-        super().__init__(room, [SharedPrefixLayer(room, pair, rows) for pair in prompts])
+        super().__init__(room, layers)
+
+    @classmethod
+    def of_prompts(
+        cls,
+        cache: GrowingCache,
+        prompt_of_row: torch.Tensor,
+        prompt_lengths: Sequence[int],
+        room: int,
+    ) -> SharedPrefixCache:
+        """Make one of a cache with the prompts, right-aligned, whose tensors it takes over."""
+        layers, first = [], own_columns(1, room)
+        for layer in cache.growing_layers:
+            keys, values = (tensor.contiguous() for tensor in layer.columns_in_use())
+            own = [empty_buffer(keys, len(prompt_of_row), first).zero_() for keys in (keys, values)]
+            layers.append(SharedPrefixLayer(room, (keys, values), (own[0], own[1])))
+        return cls(room, layers, prompt_of_row, prompt_lengths)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> LayerTensors:
+        """Append columns to a layer; returns what its attention goes over."""
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if key_states.shape[-2] == 1:
+            return keys, values
+        layer, rows = self.shared_layers[layer_idx], self.groups.prompt_of_row
+        return (
+            torch.cat([layer.prompt_keys.index_select(0, rows), keys], dim=-2),
+            torch.cat([layer.prompt_values.index_select(0, rows), values], dim=-2),
+        )
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keep these rows only."""
+        """Replace the rows by these (a long index, repetitions allowed)."""
         prompt_of_row, prompts = self.groups.prompt_of_row[rows], self.groups.prompts
         needed = prompt_of_row.unique()
         layers = self.shared_layers
@@ -115,6 +177,7 @@ class SharedPrefixCache(GrowingCache):
             for layer in layers:
                 layer.prompt_keys = layer.prompt_keys.index_select(0, needed)
                 layer.prompt_values = layer.prompt_values.index_select(0, needed)
+            self.prompt_lengths = self.prompt_lengths[needed]
             prompt_of_row, prompts = torch.searchsorted(needed, prompt_of_row), len(needed)
         self.groups = PromptGroups(prompt_of_row, prompts)
         super().select(rows)
@@ -123,6 +186,22 @@ class SharedPrefixCache(GrowingCache):
     def shared_layers(self) -> list[SharedPrefixLayer]:
         """Its layers."""
         return cast("list[SharedPrefixLayer]", self.layers)
+
+    def prompts(self) -> CachedPrompts:
+        """The prompts as they are now; not copied."""
+        layers = [(layer.prompt_keys, layer.prompt_values) for layer in self.shared_layers]
+        of_row = self.groups.prompt_of_row.tolist()
+        return CachedPrompts(layers, self.prompt_lengths.tolist(), of_row)
+
+    def lengths_of_rows(self) -> torch.Tensor:
+        """``(N,)`` tokens of each row's prompt."""
+        return self.prompt_lengths[self.groups.prompt_of_row]
+
+    def prompt_mask(self) -> torch.Tensor:
+        """``(N, L)`` bool over the prompts' columns, False on padding."""
+        columns = self.shared_layers[0].prompt_keys.shape[-2]
+        column = torch.arange(columns, device=self.prompt_lengths.device)
+        return column >= columns - self.lengths_of_rows()[:, None]
 
     def scores(self, module: nn.Module, queries: torch.Tensor) -> torch.Tensor:
         """Products of queries ``(N, heads, r, d)`` with the prompts' keys, ``(N, heads, r, L)``.
