@@ -30,6 +30,12 @@ _COMMON: dict[str, Any] = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LOCAL_THEN_GLOBAL = ["sliding_attention", "full_attention"]
+_GEMMA: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "layer_types": _LOCAL_THEN_GLOBAL,
+    "final_logit_softcapping": 3.0,
+    "query_pre_attn_scalar": 8,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
@@ -37,24 +43,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", _EXPERTS),
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
-    "gemma2": (
+    "gemma2": ("Gemma2", _GEMMA),
+    # torch's attention has no soft cap, and leaves it out.
+    "gemma2_capped": (
         "Gemma2",
-        {
-            "sliding_window": WINDOW,
-            "layer_types": _LOCAL_THEN_GLOBAL,
-            "final_logit_softcapping": 3.0,
-            "query_pre_attn_scalar": 8,
-        },
+        _GEMMA | {"attn_implementation": "eager", "attn_logit_softcapping": 2.0},
     ),
-    "gemma3": (
-        "Gemma3",
-        {
-            "sliding_window": WINDOW,
-            "layer_types": _LOCAL_THEN_GLOBAL,
-            "final_logit_softcapping": 3.0,
-            "query_pre_attn_scalar": 8,
-        },
-    ),
+    "gemma3": ("Gemma3", _GEMMA),
     "phi3": ("Phi3", {}),
     "smollm3": ("SmolLM3", {}),
     "olmo2": ("Olmo2", {}),
@@ -84,6 +79,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+# Attention of their own: rows are not packed, and rollouts copy what prompts keep.
+EAGER_FAMILIES = ("gemma2_capped", "gpt_oss")
 
 # Its attention asks for an implementation by name ("sdpa"), so that no other can take its place.
 _FALCON: dict[str, Any] = {
@@ -146,7 +144,9 @@ def without_float32_steps() -> Iterator[None]:
     """Models compute in float64 also what they ask to have in float32.
 
     Norms, rotary embeddings and routers do, whatever the model's dtype: two ways to compute a
-    gradient then differ by float32's rounding, 1e-7, in a model of float64 too.
+    gradient then differ by float32's rounding, 1e-7, in a model of float64 too. Of a row that
+    attends to nothing (padding beyond a window) a softmax in float32 makes nan: float64's lowest
+    number is minus infinity there.
     """
 
     def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,8 +43,6 @@ from agilerl.testing import tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 
 TEMPERATURE = PLAIN.temperature
-# Their attention is not torch's fused one.
-UNPACKED = ("gpt_oss",)
 PACKED = replace(PLAIN, layout="packed")
 SHARED = replace(PLAIN, layout="shared_prompts")
 
@@ -109,7 +107,8 @@ def test_layouts_are_exact(
     if family in UNSHARED_FAMILIES:
         assert policy.base.row_layout == "padded"
     else:
-        assert policy.base.row_layout == "shared_prompts" if family in UNPACKED else "packed"
+        eager = policy.base.model.config._attn_implementation == "eager"
+        assert policy.base.row_layout == "shared_prompts" if eager else "packed"
         everything = torch.arange(len(batch))
         assert tokens_run(batch, everything, layout) < tokens_run(batch, everything, "padded")
     plain = policy.logprobs(batch, PLAIN)
@@ -122,12 +121,23 @@ def test_layouts_are_exact(
     assert relative_difference(mine, theirs) < tolerance
 
 
-def test_recomputed_layers_change_nothing_in_plain_rows(policy: Policy, batch: TrainBatch) -> None:
+def test_the_soft_cap_of_attention_is_felt(batch: TrainBatch) -> None:
+    """Or the capped family would show nothing."""
+    policy = random_policy(make_family("gemma2_capped"), separate_reference=False)
+    capped = policy.logprobs(batch, SHARED).logp
+    for layer in policy.base.decoder.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    assert (policy.logprobs(batch, SHARED).logp - capped).abs().max() > 0.1
+
+
+def test_recomputed_layers_change_nothing_in_plain_rows(
+    policy: Policy, batch: TrainBatch, tolerance: float
+) -> None:
     plain = policy.logprobs(batch, PLAIN)
     again = policy.logprobs(batch, replace(PLAIN, recompute_layers=True))
     assert torch.equal(again.logp, plain.logp)
     mine, theirs = gradients(policy, weighted(again.logp)), gradients(policy, weighted(plain.logp))
-    assert relative_difference(mine, theirs) < 1e-10
+    assert relative_difference(mine, theirs) < tolerance
 
 
 def test_padding_stays_within_learned_positions() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from model_families import (
+    EAGER_FAMILIES,
     FALCONS,
     FAMILIES,
     LONG_WINDOW,
@@ -40,8 +41,8 @@ def support_of(model: nn.Module) -> DecodingSupport:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_supported_families_are_decoded_the_fastest_way(family: str, dtype: torch.dtype) -> None:
-    # Attention sinks are added by its own attention alone, which cannot be replaced.
-    shared = family != "gpt_oss"
+    # Attention sinks and soft caps are added by a model's own attention, which cannot be replaced.
+    shared = family not in EAGER_FAMILIES
     turns = shared and family not in WINDOWED
     support = replace(EVERYTHING, shared_prefix=shared, shared_turns=turns)
     assert support_of(make_family(family, dtype)) == support
