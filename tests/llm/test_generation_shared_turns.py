@@ -61,7 +61,9 @@ def play_groups(policy: Policy, **settings: object) -> Played:
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_kept_is_that_of_whole_rows(family: str, greedy: bool) -> None:
-    policy = policy_of(make_family(family, torch.float64), torch.float64)
+    # Eager attention has nan in rows that attend to nothing, in float64.
+    dtype = torch.float32 if family in EAGER_FAMILIES else torch.float64
+    policy = policy_of(make_family(family, dtype), dtype)
     shared_by_turn = []
 
     def compare(generator: HFGenerator) -> None:
