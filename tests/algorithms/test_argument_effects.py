@@ -20,10 +20,12 @@ from agent_helpers import (
     trained,
     weights,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from agilerl.algorithms import CISPO, GRPO, GSPO
 from agilerl.llm.config import CosineLRScheduleConfig
 
+VOCAB = small_model().config.vocab_size
 TURNS = torch.where(fixed_rollouts()[1], (torch.arange(10) >= 6).long(), -1)
 TURN_REWARDS = torch.stack([REWARDS.flatten(), REWARDS.flatten().flip(0)], dim=1)
 PER_TURN = {"rewards": TURN_REWARDS, "extra": {"turn_ids": TURNS}}
@@ -139,6 +141,31 @@ def test_it_changes_the_update(changes: dict[str, Any], plain: torch.Tensor) -> 
 )
 def test_it_leaves_the_update_alone(changes: dict[str, Any], plain_descent: Descent) -> None:
     check_same_update(descended(**changes), plain_descent)
+
+
+class LogitRows(TorchDispatchMode):
+    """Notes how many rows of logits are made at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and out.shape[1] == VOCAB:
+            self.found.add(len(out))
+        return out
+
+
+@pytest.mark.parametrize("name", ["fused_loss_chunk_rows", "fused_logprobs_chunk_rows"])
+def test_logits_exist_that_many_rows_at_a_time(name: str) -> None:
+    most = []
+    for changes in ({}, {name: 3}):
+        agent = make_agent(**changes)
+        with LogitRows() as logits:
+            train(agent)
+        most.append(max(logits.found))
+    assert most[0] > most[1] == 3
 
 
 def test_gspo_is_grpo_at_trajectory_level() -> None:

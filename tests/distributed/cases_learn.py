@@ -35,6 +35,7 @@ from datasets import Dataset
 from agilerl.algorithms import GRPO
 from agilerl.distributed import ranks_of
 from agilerl.llm.batch import make_batch
+from agilerl.llm.engine.accelerator_config import zero_section
 from agilerl.llm.engine.build import build_engine
 from agilerl.llm.engine.local import LocalEngine
 from agilerl.llm.losses import policy_objective
@@ -411,13 +412,22 @@ def two_groups(accelerator: Any) -> dict[str, Any]:
     return {"values": [p.detach() for p in parameters], "saved": saved, "shards": shards}
 
 
+def refusal(accelerator: Any, optimizer: Any) -> str:
+    try:
+        make_agent(accelerator, optimizer=optimizer)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 @case
 def another_optimizer(accelerator: Any) -> dict[str, Any]:
-    """What a function makes, which ZeRO cannot partition."""
-    try:
-        agent = make_agent(accelerator, optimizer=torch.optim.SGD)
-    except ValueError as error:
-        return {"refusal": str(error)}
+    """What a function makes, or bitsandbytes, which ZeRO cannot partition."""
+    if zero_section(accelerator).get("stage"):
+        return {
+            "refusals": [refusal(accelerator, each) for each in (torch.optim.SGD, "adamw_8bit")]
+        }
+    agent = make_agent(accelerator, optimizer=torch.optim.SGD)
     mine(accelerator).learned_by(agent)
     result = {"weights": weights(agent)}
     agent.clean_up()

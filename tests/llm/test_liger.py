@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,17 +97,36 @@ def test_changes_that_cannot_all_be_made_are_undone() -> None:
     assert vars(norm) == before
 
 
-def test_on_a_cpu_layers_stay_and_the_log_says_why_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "installed", "partition", "says"),
+    [
+        ("cpu", True, None, "its kernels need a GPU"),
+        ("cuda", False, None, "liger-kernel is not installed (pip install 'agilerl[liger]')"),
+        ("cuda", True, object(), "with ZeRO stage 3 the layers are DeepSpeed's"),
+    ],
+    ids=["cpu", "missing", "partitioned"],
+)
+def test_layers_stay_and_the_log_says_why_once(
+    device: str,
+    installed: bool,
+    partition: Any,
+    says: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checks, "_warned", set())
     model = tiny_model(hidden_size=32, layers=1)
     base = SharedBase.of(model)
+    # What a machine has; nothing is run on it.
+    monkeypatch.setattr(SharedBase, "device", torch.device(device))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "found" if installed else None)
+    monkeypatch.setattr(base, "partition", partition)
     for _ in range(2):
         before = attributes(model)
         with liger.liger_layers(base):
             assert attributes(model) == before
-    assert caplog.text.count("use_liger_loss has no effect on this Qwen2ForCausalLM: its") == 1
+    told = f"use_liger_loss has no effect on this Qwen2ForCausalLM: {says}"
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [("WARNING", told)]
 
 
 @needs_liger
