@@ -2,7 +2,8 @@
 
 The same episodes are played both ways alternately: the model answers, a script adds feedback, and
 the whole text is the next prompt. Prints CPU seconds and tokens run per turn, the ratios of the two
-ways, and the memory that playing the episodes once adds, each way in a process of its own.
+ways, and the memory that playing the episodes once adds, each way in a process of its own, in which
+glibc returns freed blocks to the system at once.
 
     .venv/bin/python benchmarking/multiturn_cache.py --out build/multiturn-cache.json
 """
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from alternating import in_a_process
-from measure import MemoryPeak
+from measure import MemoryPeak, freed_blocks_returned
 from report import benchmark_parser, count, run_workloads
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ def run_workload(workload: Workload, threads: int) -> dict[str, Any]:
     Returns:
         Settings, medians per turn and per play, memory, ratios, and the seconds of every play.
     """
-    memory = {side: in_a_process(measure_memory, workload, side, threads) for side in SIDES}
+    with freed_blocks_returned():
+        memory = {side: in_a_process(measure_memory, workload, side, threads) for side in SIDES}
     agent = build_agent(workload)
     reports: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     equal_rows = 1.0

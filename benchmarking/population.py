@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from alternating import in_a_process
-from measure import MemoryPeak
+from measure import MemoryPeak, freed_blocks_returned
 from report import benchmark_parser, count, run_workloads
 from workloads import (
     WORKLOADS,
@@ -38,9 +38,18 @@ SIZES = (1, 2, 4, 8)
 MODES = ("batched", "one by one")
 SHAPES = {
     f"{name}, {prompts} x {group}": replace(
-        WORKLOADS[name], name=name, prompts=prompts, group_size=group, new_tokens=32
+        WORKLOADS[name],
+        warmup_steps=1,
+        measured_steps=steps,
+        prompts=prompts,
+        group_size=group,
+        new_tokens=32,
     )
-    for name, prompts, group in (("tiny", 4, 4), ("vocab32k", 4, 4), ("vocab32k", 8, 8))
+    for name, prompts, group, steps in (
+        ("tiny", 4, 4, 9),
+        ("vocab32k", 4, 4, 5),
+        ("vocab32k", 8, 8, 3),
+    )
 }
 """By prompts x completions of each agent's step."""
 
@@ -142,31 +151,32 @@ def measure_memory(workload: Workload, size: int, mode: str, threads: int) -> di
     return peak.read()
 
 
-def measure_time(workload: Workload, size: int, steps: int, threads: int) -> dict[str, list[float]]:
-    """CPU seconds of each stage of every step but the first."""
+def measure_time(workload: Workload, size: int, threads: int) -> dict[str, list[float]]:
+    """CPU seconds of each stage of every measured step."""
     import torch
 
     torch.set_num_threads(threads)
     population = build_population(workload, size)
     seconds: dict[str, list[float]] = {stage: [] for stage in (*MODES, "updates")}
-    for number in range(steps + 1):
+    for number in range(workload.warmup_steps + workload.measured_steps):
         taken = {}
         for mode in MODES:
             experiences, taken[mode] = roll_out(population, mode)
         taken["updates"] = update(population, experiences)
-        for stage in seconds if number else ():
+        for stage in seconds if number >= workload.warmup_steps else ():
             seconds[stage].append(taken[stage])
     return seconds
 
 
-def run_workload(workload: Workload, sizes: Iterable[int], steps: int, threads: int) -> Any:
+def run_workload(workload: Workload, sizes: Iterable[int], threads: int) -> Any:
     """All figures of a workload, by population size."""
     by_size = {}
     for size in sizes:
-        memory = {
-            mode: in_a_process(measure_memory, workload, size, mode, threads) for mode in MODES
-        }
-        seconds = in_a_process(measure_time, workload, size, steps, threads)
+        with freed_blocks_returned():
+            memory = {
+                mode: in_a_process(measure_memory, workload, size, mode, threads) for mode in MODES
+            }
+        seconds = in_a_process(measure_time, workload, size, threads)
         median = {stage: statistics.median(taken) for stage, taken in seconds.items()}
         by_size[str(size)] = {
             "memory_bytes": memory,
@@ -182,8 +192,7 @@ def run_workload(workload: Workload, sizes: Iterable[int], steps: int, threads: 
             / by_size[smallest]["memory_bytes"]["one by one"]["added"]
             for mode in MODES
         }
-    settings = replace(workload, warmup_steps=1, measured_steps=steps)
-    return {"settings": asdict(settings), "population": by_size}
+    return {"settings": asdict(workload), "population": by_size}
 
 
 def print_summary(name: str, result: dict[str, Any]) -> None:
@@ -205,22 +214,23 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--workload", choices=SHAPES, action="append", help="by default all")
     parser.add_argument("--sizes", type=count, nargs="+", default=SIZES, help="of the population")
-    parser.add_argument("--steps", type=count, default=2, help="measured steps")
+    parser.add_argument("--steps", type=count, help="measured steps; by default 3 to 9")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(given.threads)  # read when the children load torch
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     shapes = {name: SHAPES[name] for name in given.workload or SHAPES}
-    sizes, steps = given.sizes, given.steps
+    if given.steps:
+        shapes = {name: replace(w, measured_steps=given.steps) for name, w in shapes.items()}
+    sizes = given.sizes
     if given.quick:
         name = next(iter(shapes))
-        shapes, sizes, steps = {name: shrunk(shapes[name])}, (2,), 1
+        shapes, sizes = {name: replace(shrunk(shapes[name]), measured_steps=1)}, (2,)
     run_workloads(
         shapes,
-        lambda name: run_workload(shapes[name], sizes, steps, given.threads),
+        lambda name: run_workload(shapes[name], sizes, given.threads),
         print_summary,
         given.threads,
         given.out,
-        steps=steps,
     )
 
 

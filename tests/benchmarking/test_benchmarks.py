@@ -129,7 +129,7 @@ def test_turns_are_played_alike_both_ways() -> None:
 
 def test_a_population_is_measured() -> None:
     assert population.measure_memory(TINY, 2, "batched", 1)["peak"] > 0
-    seconds = population.measure_time(TINY, 2, 1, 1)
+    seconds = population.measure_time(replace(TINY, warmup_steps=1, measured_steps=1), 2, 1)
     assert [len(taken) for taken in seconds.values()] == [1, 1, 1]
 
 
