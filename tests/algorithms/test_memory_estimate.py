@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from agent_helpers import make_agent, prompts, small_model
+from agent_helpers import lora, make_agent, prompts, small_model, train
 from transformers import BitsAndBytesConfig, Qwen2Config
 
 from agilerl.algorithms import GRPO
@@ -71,11 +71,29 @@ def test_a_config_is_enough_and_its_weights_are_counted_once() -> None:
 def test_what_settings_change() -> None:
     plain = small_estimate()
     assert small_estimate(use_separate_reference_adapter=False).adapters * 2 == plain.adapters
-    assert small_estimate(optimizer="adamw_8bit").optimizer_state * 4 == plain.optimizer_state
+    # Of two layers: three tensors of 4,096 elements, with 16 scales each, and one of 2,048.
+    in_8_bits = small_estimate(optimizer="adamw_8bit", lora_config=lora(r=128))
+    assert in_8_bits.optimizer_state == 2 * 2 * (3 * (4096 + 16 * 4) + 2048 * 4)
     half = small_estimate(dtype=torch.bfloat16)
     assert half.merged_copies == 0
     assert half.base_weights < 0.55 * plain.base_weights
     assert small_estimate(use_vllm=True).rollout_peak == plain.fixed
+
+
+@pytest.mark.needs("bitsandbytes")
+def test_moments_in_8_bits_are_those_of_large_tensors() -> None:
+    large = lora(r=128)  # 4,096 elements each, but for v_proj's lora_B
+    agent = make_agent(lora_config=large, optimizer="adamw_8bit")
+    train(agent)
+    expected, kinds = 0, set()
+    for of_tensor in agent.optimizer.state.values():
+        kinds.add(of_tensor["state1"].dtype)
+        # The maps from a byte to a number are one pair for all tensors.
+        own = [name for name in of_tensor if name.startswith(("state", "absmax"))]
+        expected += sum(of_tensor[name].nbytes for name in own)
+    assert kinds == {torch.uint8, torch.float32}
+    found = small_estimate(optimizer="adamw_8bit", lora_config=large).optimizer_state
+    assert found == expected < small_estimate(lora_config=large).optimizer_state / 2
 
 
 def test_prompts_that_are_not_packed_are_copied() -> None:

@@ -8,7 +8,8 @@ Kept throughout:
 
 * base weights: parameters and buffers.
 * adapters: the actor's, and as much for a reference adapter.
-* optimizer state: two moments of each trained parameter; a byte each for ``"adamw_8bit"``.
+* optimizer state: two moments of each trained parameter. For ``"adamw_8bit"`` a byte each, and a
+  float32 scale for every block of 256; those of tensors below 4,096 elements stay float32.
 
 A rollout adds:
 
@@ -33,6 +34,7 @@ the update's peak.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +48,10 @@ from agilerl.llm.generation.decode import COMPACT_SHARE
 from agilerl.llm.generation.kv_cache.growing_cache import CACHE_BLOCK
 from agilerl.llm.memory.settings import MemorySettings
 from agilerl.llm.memory.traced_passes import PrefillPass, TracedModel, tensor_bytes
+
+# Of bitsandbytes.
+_LEAST_8_BIT_ELEMENTS = 4096
+_ELEMENTS_OF_A_SCALE = 256
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,9 @@ class Estimator:
             on_cpu = torch.device(settings.device).type == "cpu"
             settings = replace(settings, layout="packed" if on_cpu else self._off_cpu_layout)
         adapter = sum(parameter.nbytes for parameter in self._traced.adapter)
-        elements = sum(parameter.numel() for parameter in self._traced.adapter)
+        moment = adapter
+        if settings.optimizer == "adamw_8bit":
+            moment = sum(_bytes_in_8_bits(parameter.numel()) for parameter in self._traced.adapter)
         update = self._traced.update(settings)
         chunk = settings.chunk_prompts
         prefill = self._traced.prefill(chunk, settings.prompt_tokens)
@@ -195,7 +203,7 @@ class Estimator:
         return MemoryEstimate(
             base_weights=self._weights,
             adapters=adapter * (2 if settings.use_separate_reference_adapter else 1),
-            optimizer_state=2 * (elements if settings.optimizer == "adamw_8bit" else adapter),
+            optimizer_state=2 * moment,
             gradients=adapter,
             activations=update.activations + copies,
             logits_tile=update.logits,
@@ -217,6 +225,13 @@ class Estimator:
             "prefill": prefill.cache + prefill.activations,
             "decoding": logits + scores,
         }
+
+
+def _bytes_in_8_bits(elements: int) -> int:
+    """Of one moment of a tensor."""
+    if elements < _LEAST_8_BIT_ELEMENTS:
+        return 4 * elements
+    return elements + 4 * math.ceil(elements / _ELEMENTS_OF_A_SCALE)
 
 
 def most_cached_columns(lengths: tuple[int, ...]) -> int:
