@@ -162,6 +162,12 @@ def taken(prompts: list[list[int]], *, share: bool) -> GrowingCache:
     return store.take(found, [len(ids) for ids in prompts], 16, share=share)
 
 
+@pytest.fixture
+def any_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "LEAST_SAVED", 0.0)
+
+
+@pytest.mark.usefixtures("any_sharing")
 def test_what_rows_share_stays_shared() -> None:
     cache = taken(CONTINUING, share=True)
     assert isinstance(cache, SharedPrefixCache)
@@ -187,6 +193,7 @@ def test_what_rows_share_stays_shared() -> None:
         assert layer.key_buffer.isfinite().all()
 
 
+@pytest.mark.usefixtures("any_sharing")
 def test_prompts_that_are_all_needed_are_not_copied_and_others_are_dropped() -> None:
     store = shared_rows()
     (prompts, _), *_ = (pair for pair in store._blocks[0] if pair is not None)
@@ -199,10 +206,11 @@ def test_prompts_that_are_all_needed_are_not_copied_and_others_are_dropped() -> 
     assert fewer.shared_layers[0].prompt_keys[:, 0, :, 0].tolist() == [[3, 4, 5]]
 
 
-@pytest.mark.parametrize("rows", [slice(0, 4), slice(0, 2)])
-def test_rows_that_do_not_share_have_their_tokens_side_by_side(rows: slice) -> None:
-    prompts = CONTINUING[rows]
-    cache = taken(prompts, share=rows.stop == 2)  # of each prompt there is one row
+@pytest.mark.parametrize(("rows", "share"), [(4, False), (4, True), (2, True)])
+def test_rows_that_do_not_share_have_their_tokens_side_by_side(rows: int, share: bool) -> None:
+    """Sharing is off, or saves 3 of 21 tokens, or there is one row of each prompt."""
+    prompts = CONTINUING[:rows]
+    cache = taken(prompts, share=share)
     assert type(cache) is GrowingCache
     columns = max(map(len, prompts))
     for layer in cache.growing_layers:

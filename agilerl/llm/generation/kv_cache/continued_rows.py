@@ -107,8 +107,9 @@ def shared_prompts(
     sources = sources_of([part for _, part in parts], firsts, width, of_row.device)
 
     def gathered_own(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        allocated = own_columns(columns + 1, room)
-        target = empty_buffer(tensors[0], len(rows), allocated).zero_()
+        target = empty_buffer(tensors[0], len(rows), own_columns(columns + 1, room))
+        # A row without a source is all padding.
+        target[:, :, width if all(part.length for _, part in parts) else 0 :].zero_()
         copy_segments(target, tensors, sources)
         return target
 

@@ -17,6 +17,10 @@ from agilerl.llm.generation.kv_cache.growing_cache import GrowingCache, LayerTen
 from agilerl.llm.generation.kv_cache.segments import Segment
 from agilerl.llm.generation.kv_cache.shared_prefix import CachedPrompts
 
+# Rows go on sharing prompts while that saves more than this share of the keys and values. Where it
+# saves less, attending to prompts and to own columns takes longer than attending to copies.
+LEAST_SAVED = 0.25
+
 
 class PrefixCache:
     """Keys and values by token ids.
@@ -95,11 +99,13 @@ class PrefixCache:
             room: Columns to allocate behind the prompts, and by which it grows.
             share: Whether rows may go on sharing their first tokens, in a
                 :class:`SharedPrefixCache`. Between these and the others there may then be hidden
-                columns, which sliding windows would count. Otherwise, and where no two rows share
-                any, each row has all its tokens in consecutive columns.
+                columns, which sliding windows would count. Otherwise, and where sharing would save
+                little, each row has all its tokens in consecutive columns.
         """
-        several = len({row.prompt for row in rows}) < len(rows)
-        build = shared_prompts if share and several else whole_rows
+        saved = sum(row.prompt.length for row in rows)
+        saved -= sum(prompt.length for prompt in {row.prompt for row in rows})
+        share = share and saved > LEAST_SAVED * sum(lengths)
+        build = shared_prompts if share else whole_rows
         blocks = self._blocks
         self.clear()
         return build(blocks, rows, lengths, room)

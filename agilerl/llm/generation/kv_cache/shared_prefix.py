@@ -132,6 +132,7 @@ class SharedPrefixCache(GrowingCache):
         # Layers of a forward are given the same mask.
         self._mask: torch.Tensor | None = None
         self._visible, self._bias = 0, torch.empty(0)
+        self._whole: LayerTensors | None = None
         super().__init__(room, layers)
 
     @classmethod
@@ -159,14 +160,27 @@ class SharedPrefixCache(GrowingCache):
         **kwargs: Any,
     ) -> LayerTensors:
         """Append columns to a layer; returns what its attention goes over."""
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        own = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if key_states.shape[-2] == 1:
-            return keys, values
-        layer, rows = self.shared_layers[layer_idx], self.groups.prompt_of_row
-        return (
-            torch.cat([layer.prompt_keys.index_select(0, rows), keys], dim=-2),
-            torch.cat([layer.prompt_values.index_select(0, rows), values], dim=-2),
-        )
+            self._whole = None
+            return own
+        layer = self.shared_layers[layer_idx]
+        return self._whole_rows((layer.prompt_keys, layer.prompt_values), own)
+
+    def _whole_rows(self, prompts: LayerTensors, own: LayerTensors) -> LayerTensors:
+        """Copies of the prompts for the rows, and behind them the rows' own columns.
+
+        Layers take turns with the memory: that is faster than memory of its own for each.
+        """
+        prompt, (rows, heads, columns, size) = prompts[0].shape[2], own[0].shape
+        shape = rows, heads, prompt + columns, size
+        if self._whole is None or self._whole[0].shape != shape:
+            self._whole = own[0].new_empty(shape), own[1].new_empty(*shape[:3], own[1].shape[3])
+        for whole, first, last in zip(self._whole, prompts, own, strict=True):
+            index = self.groups.prompt_of_row
+            torch.index_select(first, 0, index, out=whole[:, :, :prompt])
+            whole[:, :, prompt:] = last
+        return self._whole
 
     def select(self, rows: torch.Tensor) -> None:
         """Replace the rows by these (a long index, repetitions allowed)."""
