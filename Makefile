@@ -38,7 +38,7 @@ help:
 	@echo "make demo VLLM=1      the first one, or demo-multiturn, generating with vLLM"
 	@echo "make test       lint, type check and run all tests"
 	@echo "make test-fast  the tests that start no process and train nothing for long"
-	@echo "make bench      all benchmarks, those against TRL included: about 75 minutes of one idle core"
+	@echo "make bench      all benchmarks, those against TRL included: about 90 minutes of one idle core"
 	@echo "make bench-report     the tables and plots made of their results"
 	@echo "make install    what test needs, into $(VENV)"
 	@echo "make lint | format | clean | constraints"

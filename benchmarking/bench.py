@@ -1,6 +1,6 @@
 """Run the benchmarks one after the other, then update the tables and plots from their results.
 
-.venv/bin/python benchmarking/bench.py                    # all; about 75 minutes of one idle core
+.venv/bin/python benchmarking/bench.py                    # all; about 90 minutes of one idle core
 .venv/bin/python benchmarking/bench.py --only grpo_step   # one of them; about 8 minutes
 .venv/bin/python benchmarking/bench.py --quick            # all on small shapes, in some minutes
 """
