@@ -79,13 +79,7 @@ def unpacked(method: str, outcome: Any, names: tuple[str, ...]) -> tuple[Any, ..
     return tuple(outcome)
 
 
-def warn_once(
-    logger: logging.Logger,
-    message: str,
-    *args: Any,
-    per: Hashable = None,
-    level: int = logging.WARNING,
-) -> None:
+def warn_once(logger: logging.Logger, message: str, *args: Any, per: Hashable = None) -> None:
     """Log a warning, but only the first time in this process that the formatted message occurs.
 
     Args:
@@ -93,8 +87,18 @@ def warn_once(
         message: %-format string.
         *args: Its arguments.
         per: Log the same message once for each value of this.
-        level: Of the record; ``logging.INFO`` for what is no cause for concern.
     """
+    _log_once(logger, logging.WARNING, message, args, per)
+
+
+def inform_once(logger: logging.Logger, message: str, *args: Any) -> None:
+    """:func:`warn_once` at level INFO."""
+    _log_once(logger, logging.INFO, message, args, None)
+
+
+def _log_once(
+    logger: logging.Logger, level: int, message: str, args: tuple[Any, ...], per: Hashable
+) -> None:
     key = (message % args, per)
     if key not in _warned:
         _warned.add(key)

@@ -33,7 +33,8 @@ class TrainBatch:
     token_ids: torch.Tensor
     """``(B, T)`` long."""
     action_mask: torch.Tensor
-    """``(B, S)`` bool: positions that predict a generated token."""
+    """``(B, S)`` bool: positions that predict a generated token; in an update only the trained
+    ones, those of ``loss_mask``."""
     lengths: torch.Tensor
     """``(B,)`` long: tokens up to and including the last action."""
     prompt_lengths: torch.Tensor
@@ -161,10 +162,10 @@ class TrainBatch:
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
-        return replace(self, **{name: function(value) for name, value in self._filled.items()})
+        return replace(self, **{name: function(value) for name, value in self.filled.items()})
 
     @property
-    def _filled(self) -> dict[str, torch.Tensor]:
+    def filled(self) -> dict[str, torch.Tensor]:
         """The fields that are not None, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
@@ -177,15 +178,15 @@ class TrainBatch:
         batches = (self, *others)
 
         def joined(name: str) -> torch.Tensor:
-            parts = [batch._filled[name] for batch in batches]
+            parts = [batch.filled[name] for batch in batches]
             if name in ("prompt_index", "trajectory_ids", "group_ids"):
                 parts = _counted_apart(parts)
             if parts[0].dim() == 1:
                 return torch.cat(parts)
             return stack_rows(parts, -1 if name == "turn_ids" else 0)
 
-        names = self._filled.keys()
-        assert all(batch._filled.keys() == names for batch in others)
+        names = self.filled.keys()
+        assert all(batch.filled.keys() == names for batch in others)
         return TrainBatch(**{name: joined(name) for name in names})
 
 
@@ -197,8 +198,8 @@ def _counted(numbers: torch.Tensor) -> torch.Tensor:
 def _counted_apart(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Numbers without gaps, of which no two parts have the same."""
     counted = [_counted(numbers) for numbers in parts]
-    firsts = itertools.accumulate((int(numbers.max()) + 1 for numbers in counted), initial=0)
-    return [numbers + first for numbers, first in zip(counted, firsts, strict=False)]
+    firsts = itertools.accumulate((int(part.max()) + 1 for part in counted[:-1]), initial=0)
+    return [numbers + first for numbers, first in zip(counted, firsts, strict=True)]
 
 
 def stack_rows(

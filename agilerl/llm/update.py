@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from agilerl.checks import warn_once
+from agilerl.checks import inform_once, warn_once
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.config import ForwardConfig, Reduction, RowLayout, UpdateConfig
 from agilerl.llm.engine import Engine
@@ -63,8 +63,7 @@ def run_update(
     if update.balance_tokens and (reason := _packing_obstacle(layout, padded_by, update, several)):
         warn_once(logger, "use_sequence_packing has no effect: %s", reason)
     elif padded_by is not None:
-        told = "rows are padded, and prompts run once per completion: %s"
-        warn_once(logger, told, padded_by, level=logging.INFO)
+        inform_once(logger, "rows are padded, and prompts run once per completion: %s", padded_by)
     batch, plan = plan_mini_batches(
         batch,
         _active_rows(batch, update),

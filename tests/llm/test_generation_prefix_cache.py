@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from agilerl.llm.generation.kv_cache import prefix_cache
+from agilerl.llm.generation.kv_cache.continued_rows import CachedRow
 from agilerl.llm.generation.kv_cache.growing_cache import GrowingCache, GrowingLayer
 from agilerl.llm.generation.kv_cache.prefix_cache import PrefixCache
+from agilerl.llm.generation.kv_cache.segments import Segment
 from agilerl.llm.generation.kv_cache.shared_prefix import CachedPrompts, SharedPrefixCache
 
 
@@ -164,17 +167,17 @@ def taken(prompts: list[list[int]], *, share: bool) -> GrowingCache:
 
 @pytest.fixture
 def any_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "LEAST_SAVED", 0.0)
+    monkeypatch.setattr(prefix_cache, "LEAST_SAVED", -math.inf)
+    monkeypatch.setattr(prefix_cache, "MOST_PLACES", math.inf)
 
 
 @pytest.mark.usefixtures("any_sharing")
 def test_what_rows_share_stays_shared() -> None:
-    cache = taken(CONTINUING, share=True)
+    cache = taken(CONTINUING[:3], share=True)
     assert isinstance(cache, SharedPrefixCache)
-    # The row that shared none became a prompt of as many tokens as the longest has.
-    assert cache.lengths_of_rows().tolist() == [2, 3, 3, 3]
-    assert cache.groups.prompt_of_row.tolist() == [0, 1, 1, 2]
-    # Two of the three own columns are to be run: 10 11 20; 21; 12 22 23; 9 13 24.
+    assert cache.lengths_of_rows().tolist() == [2, 3, 3]
+    assert cache.groups.prompt_of_row.tolist() == [0, 1, 1]
+    # Two of the three own columns are to be run: 10 11 20; 21; 12 22 23.
     assert cache.get_seq_length() == 3 + 1
     mask = cache.prompt_mask()
     for layer in cache.shared_layers:
@@ -184,10 +187,9 @@ def test_what_rows_share_stays_shared() -> None:
                 [1, 2],
                 [3, 4, 5],
                 [3, 4, 5],
-                [6, 7, 8],
             ]
             own = layer.key_buffer[:, head, 0, 0] - 0.25 * head
-            assert own[[0, 2, 3]].tolist() == [10, 12, 9]
+            assert own[[0, 2]].tolist() == [10, 12]
         assert torch.equal(layer.value_buffer, -layer.key_buffer)
         assert torch.equal(layer.prompt_values, -layer.prompt_keys)
         assert layer.key_buffer.isfinite().all()
@@ -206,9 +208,34 @@ def test_prompts_that_are_all_needed_are_not_copied_and_others_are_dropped() -> 
     assert fewer.shared_layers[0].prompt_keys[:, 0, :, 0].tolist() == [[3, 4, 5]]
 
 
-@pytest.mark.parametrize(("rows", "share"), [(4, False), (4, True), (2, True)])
+@pytest.mark.parametrize(
+    ("groups", "pays"),
+    [
+        ([(100, [5] * 8)], True),
+        ([(100, [5] * 8), (90, [7] * 8)], True),
+        ([(100, [5])] * 8, False),
+        ([(100, [50] * 2)], True),
+        ([(100, [150] * 2)], False),
+        # Columns are saved, but not places: nine groups of up to eight rows.
+        ([(100, [5] * 8), *([(100, [5])] * 8)], False),
+        # Tokens are saved, but not columns: of both parts there are as many as the longest has.
+        ([(500, [5] * 8), (10, [495] * 8)], False),
+    ],
+)
+def test_rows_share_where_that_pays(groups: list[tuple[int, list[int]]], pays: bool) -> None:
+    rows, lengths = [], []
+    for number, (prompt, own) in enumerate(groups):
+        for tokens in own:
+            rows.append(CachedRow(Segment(0, number, 0, prompt), Segment(1, len(rows), 0, tokens)))
+            lengths.append(prompt + tokens + 1)
+    assert prefix_cache._sharing_pays(rows, lengths) == pays
+    rows[0] = rows[0]._replace(own=None)
+    assert not prefix_cache._sharing_pays(rows, lengths)
+
+
+@pytest.mark.parametrize(("rows", "share"), [(3, False), (4, True), (3, True), (2, True)])
 def test_rows_that_do_not_share_have_their_tokens_side_by_side(rows: int, share: bool) -> None:
-    """Sharing is off, or saves 3 of 21 tokens, or there is one row of each prompt."""
+    """Sharing is off, or a row shared none, or it saves too little, or prompts have one row."""
     prompts = CONTINUING[:rows]
     cache = taken(prompts, share=share)
     assert type(cache) is GrowingCache

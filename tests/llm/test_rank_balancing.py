@@ -121,7 +121,7 @@ def test_rows_with_and_without_a_gradient_are_dealt_separately() -> None:
         world_size = 2
 
         def gather(self, value: Any) -> list[Any]:
-            return [value, other]
+            return [value, (value[0], other)]
 
         def exchange(self, values: Sequence[Any]) -> list[Any]:
             sent.extend(values)
@@ -133,6 +133,18 @@ def test_rows_with_and_without_a_gradient_are_dealt_separately() -> None:
     assert not len(idle)
     assert sent[0] is None
     assert len(sent[1][0]) == 2
+
+
+def test_ranks_that_know_different_things_of_their_rows_are_refused() -> None:
+    class OtherHasTurns(Ranks):
+        world_size = 2
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, ([*value[0], "turn_ids"], value[1])]
+
+    step = (torch.arange(4), torch.arange(0))
+    with pytest.raises(ValueError, match=r"\['turn_ids'\].*ranks 0 and 1"):
+        balance_over_ranks(two_prompts(), [step], OtherHasTurns(), None)
 
 
 def test_nothing_moves_unless_all_ranks_pack_rows() -> None:

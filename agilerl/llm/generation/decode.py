@@ -145,7 +145,9 @@ class DecodingLoop:
         """
         longest = max(batch.limits)
         rows, logits, cache = self._prefill(batch, cache)
-        prompts = _shared_prompts(cache) if keep_cache else None
+        prompts = None
+        if keep_cache and isinstance(cache, SharedPrefixCache):
+            prompts = cache.keep_prompts()
         output = SampledTokens(len(batch.limits), longest, self.sampling, self.device)
         stops = self._stop_sequences(batch)
         cached: list[CachedRows] = []
@@ -193,7 +195,8 @@ class DecodingLoop:
         """Run what ``cache`` lacks of each prompt; the rows, their logits ``(N, V)`` and cache."""
         count, room = len(batch.prompts), min(CACHE_BLOCK, max(batch.limits))
         distinct = list(batch.prompt_index) == list(range(count))
-        shares = self.shared_prefix and not distinct
+        # Rows that a session gives all their columns would be copied to share them.
+        shares = self.shared_prefix and not distinct and cache is None
         if cache is None:
             cache = GrowingCache(0 if shares else room)
         padded = self._columns(batch.prompts, cache)
@@ -205,7 +208,9 @@ class DecodingLoop:
         )
         logits = self.head.logits(hidden[:, -1])
         index = torch.tensor(batch.prompt_index, device=self.device)
-        if shares and not isinstance(cache, SharedPrefixCache):
+        if isinstance(cache, SharedPrefixCache):
+            cache.end_turn_start()
+        if shares:
             cache = SharedPrefixCache.of_prompts(cache, index, list(map(len, batch.prompts)), room)
         elif not distinct:
             cache.select(index)
@@ -260,11 +265,6 @@ def _compact(rows: _Rows, token: torch.Tensor, cache: GrowingCache) -> tuple[_Ro
     live = rows.unfinished.nonzero().squeeze(1)
     cache.select(live)
     return rows.select(live), token[live]
-
-
-def _shared_prompts(cache: GrowingCache) -> CachedPrompts | None:
-    """The prompts of all rows, before the cache drops those of rows that have left."""
-    return cache.prompts() if isinstance(cache, SharedPrefixCache) else None
 
 
 def _finished(rows: _Rows, cache: GrowingCache) -> CachedRows:

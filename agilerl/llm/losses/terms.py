@@ -27,7 +27,8 @@ class LossTerms:
 
 LossFunction: TypeAlias = Callable[[torch.Tensor, TrainBatch, torch.Tensor], LossTerms]
 """``(logp, batch, weights)`` of one micro-batch to its loss: ``(B, S)`` log-probs under the policy
-being trained, with gradient; the rows; the ``(B, S)`` weight of every token in the mini-batch."""
+being trained, with gradient, 0 at positions that are not trained; the rows; the ``(B, S)`` weight
+of every token in the mini-batch."""
 
 
 def weighted_loss(

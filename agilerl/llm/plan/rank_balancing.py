@@ -7,11 +7,12 @@ long all of them take. Which rows a step has, over all ranks, stays as it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from agilerl.checks import require
 from agilerl.distributed import Ranks
 from agilerl.llm.batch import TrainBatch
 from agilerl.llm.forward.packed_rows import row_tokens
@@ -150,12 +151,16 @@ def balance_over_ranks(
     Returns:
         The batch, with rows of other ranks behind its own, and the rows that this rank runs in each
         step. Rows that it gave away are in the batch still.
+
+    Raises:
+        ValueError: If ranks know different things of their rows; on all of them.
     """
     # Rows without a gradient run once, the others several times: each kind is dealt by itself.
     parts = [part for step in steps for part in step]
     prompts = batch.prompt_of_trajectory
     own = [_trajectories(batch, prompts, part) for part in parts]
-    held = ranks.gather(own)
+    fields, held = zip(*ranks.gather(([*_with_origin(batch, ranks.rank).filled], own)), strict=True)
+    _check_fields(fields)
     dealt = [deal_to_ranks(of_ranks, rows_together) for of_ranks in zip(*held, strict=True)]
     moves = any({*chosen} - {rank} for part in dealt for rank, chosen in enumerate(part))
     if not moves:
@@ -166,6 +171,17 @@ def balance_over_ranks(
             target[trajectory.rows] = rank
     batch, parts = _exchanged(batch, parts, target.to(batch.device), ranks)
     return batch, list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _check_fields(of_ranks: Sequence[Collection[str]]) -> None:
+    """Rows of ranks that know different things of them cannot be in one batch."""
+    for rank, names in enumerate(of_ranks):
+        differing = {*names} ^ {*of_ranks[0]}
+        require(
+            not differing,
+            f"use_sequence_packing deals rows to other ranks, but of {sorted(differing)} learn was "
+            f"given or computed some on one of ranks 0 and {rank} only; call it alike on all ranks",
+        )
 
 
 def _trajectories(

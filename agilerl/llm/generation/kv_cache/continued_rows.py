@@ -24,7 +24,7 @@ from agilerl.llm.generation.kv_cache.shared_prefix import (
     own_columns,
 )
 
-Block = list[LayerTensors | None]
+Block = list[LayerTensors]
 """Per layer, keys and values ``(n, heads, columns, head size)``."""
 
 
@@ -41,12 +41,13 @@ class CachedRow(NamedTuple):
         """Tokens that have keys and values."""
         return self.prompt.length + (0 if self.own is None else self.own.length)
 
-    def split(self, tokens: int) -> tuple[Segment, Segment]:
-        """What may be shared and what comes after it; of a row that shared none, ``tokens``."""
-        return self.prompt.split(tokens) if self.own is None else (self.prompt, self.own)
+    @property
+    def parts(self) -> tuple[Segment, Segment]:
+        """What may be shared and what comes after it, which may be nothing."""
+        return self.prompt, self.prompt._replace(length=0) if self.own is None else self.own
 
 
-def whole_rows(
+def whole_cache(
     blocks: Sequence[Block], rows: Sequence[CachedRow], lengths: Sequence[int], room: int
 ) -> GrowingCache:
     """A cache of rows with all their tokens, right-aligned in ``max(lengths)`` columns.
@@ -61,7 +62,7 @@ def whole_rows(
     """
     columns, device = max(lengths), _keys(blocks).device
     width = columns - _new_columns(rows, lengths)
-    parts = [row.split(row.length) for row in rows]
+    parts = [row.parts for row in rows]
     firsts = [columns - length for length in lengths]
     ends = [first + prompt.length for first, (prompt, _) in zip(firsts, parts, strict=True)]
     prompts = sources_of([prompt for prompt, _ in parts], firsts, width, device)
@@ -80,22 +81,20 @@ def whole_rows(
     return GrowingCache(room, layers)
 
 
-def shared_prompts(
+def shared_cache(
     blocks: Sequence[Block], rows: Sequence[CachedRow], lengths: Sequence[int], room: int
 ) -> SharedPrefixCache:
     """A cache of rows with what they share kept once, and the rest in columns of their own.
 
-    Both are right-aligned, so that there may be hidden columns in between. Of a row that shared
-    nothing, as many tokens as the longest prompt has become a prompt.
+    Both are right-aligned, so that there may be hidden columns in between.
 
     Args:
         blocks: With the rows; they lose their tensors.
-        rows: Per prompt, the row it continues.
+        rows: Per prompt, the row it continues, all of them with a part of their own.
         lengths: Tokens of each prompt.
         room: Columns by which the rows' own grow.
     """
-    longest = max((row.prompt.length for row in rows if row.own is not None), default=max(lengths))
-    parts = [row.split(longest) for row in rows]
+    parts = [row.parts for row in rows]
     prompts = sorted({prompt for prompt, _ in parts})
     number = {prompt: n for n, prompt in enumerate(prompts)}
     of_row = torch.tensor([number[prompt] for prompt, _ in parts], device=_keys(blocks).device)
@@ -105,11 +104,12 @@ def shared_prompts(
     width = columns - _new_columns(rows, lengths)
     firsts = [columns - count for count in own]
     sources = sources_of([part for _, part in parts], firsts, width, of_row.device)
+    # A row without a source is all padding.
+    filled = width if all(part.length for _, part in parts) else 0
 
     def gathered_own(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         target = empty_buffer(tensors[0], len(rows), own_columns(columns + 1, room))
-        # A row without a source is all padding.
-        target[:, :, width if all(part.length for _, part in parts) else 0 :].zero_()
+        target[:, :, filled:].zero_()
         copy_segments(target, tensors, sources)
         return target
 
@@ -151,9 +151,7 @@ def _new_columns(rows: Sequence[CachedRow], lengths: Sequence[int]) -> int:
 
 def _keys(blocks: Sequence[Block], block: int = 0) -> torch.Tensor:
     """A block's keys of the first layer."""
-    pair = blocks[block][0]
-    assert pair is not None
-    return pair[0]
+    return blocks[block][0][0]
 
 
 def _layer_by_layer(
@@ -163,9 +161,7 @@ def _layer_by_layer(
 
     They are taken out of these, so that only one layer's exist both here and in a new cache.
     """
-    for number in range(len(blocks[0])):
-        pairs = [pair for block in blocks if (pair := block[number]) is not None]
-        for block in blocks:
-            block[number] = None
+    while blocks[0]:
+        pairs = [block.pop(0) for block in blocks]
         yield [keys for keys, _ in pairs], [values for _, values in pairs]
         del pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -10,8 +11,8 @@ import torch
 from agilerl.llm.generation.kv_cache.continued_rows import (
     Block,
     CachedRow,
-    shared_prompts,
-    whole_rows,
+    shared_cache,
+    whole_cache,
 )
 from agilerl.llm.generation.kv_cache.growing_cache import GrowingCache, LayerTensors
 from agilerl.llm.generation.kv_cache.segments import Segment
@@ -20,6 +21,8 @@ from agilerl.llm.generation.kv_cache.shared_prefix import CachedPrompts
 # Rows go on sharing prompts while that saves more than this share of the keys and values. Where it
 # saves less, attending to prompts and to own columns takes longer than attending to copies.
 LEAST_SAVED = 0.25
+# Groups of rows are padded to the largest; where that takes more places per row, none are shared.
+MOST_PLACES = 2.0
 
 
 class PrefixCache:
@@ -99,13 +102,10 @@ class PrefixCache:
             room: Columns to allocate behind the prompts, and by which it grows.
             share: Whether rows may go on sharing their first tokens, in a
                 :class:`SharedPrefixCache`. Between these and the others there may then be hidden
-                columns, which sliding windows would count. Otherwise, and where sharing would save
-                little, each row has all its tokens in consecutive columns.
+                columns, which sliding windows would count. Otherwise, and where sharing does not
+                pay, each row has all its tokens in consecutive columns.
         """
-        saved = sum(row.prompt.length for row in rows)
-        saved -= sum(prompt.length for prompt in {row.prompt for row in rows})
-        share = share and saved > LEAST_SAVED * sum(lengths)
-        build = shared_prompts if share else whole_rows
+        build = shared_cache if share and _sharing_pays(rows, lengths) else whole_cache
         blocks = self._blocks
         self.clear()
         return build(blocks, rows, lengths, room)
@@ -114,6 +114,23 @@ class PrefixCache:
         """Drop all rows."""
         self._blocks, self._rows = [], {}
         self._sorted, self._prefix_of = [], {}
+
+
+def _sharing_pays(rows: Sequence[CachedRow], lengths: Sequence[int]) -> bool:
+    """Whether rows share prompts, in groups of like size, and that saves enough columns.
+
+    Args:
+        rows: Per prompt, the row it continues.
+        lengths: Tokens of each prompt.
+    """
+    if any(row.own is None for row in rows):
+        return False
+    groups = Counter(row.prompt for row in rows)
+    own = max(length - row.prompt.length for row, length in zip(rows, lengths, strict=True))
+    shared = len(groups) * max(prompt.length for prompt in groups) + len(rows) * own
+    return len(groups) * max(groups.values()) <= MOST_PLACES * len(rows) and shared < (
+        1 - LEAST_SAVED
+    ) * len(rows) * max(lengths)
 
 
 def row_key(ids: torch.Tensor, adapter: int) -> bytes:

@@ -18,12 +18,6 @@ class Segment(NamedTuple):
     length: int
     """Tokens; may be 0."""
 
-    def split(self, tokens: int) -> tuple[Segment, Segment]:
-        """The first ``tokens`` of it, or all if it has no more, and the others."""
-        first = min(self.length, tokens)
-        rest = self._replace(start=self.start + first, length=self.length - first)
-        return self._replace(length=first), rest
-
 
 class Source(NamedTuple):
     """What one block contributes to a new one."""

@@ -133,6 +133,7 @@ class SharedPrefixCache(GrowingCache):
         self._mask: torch.Tensor | None = None
         self._visible, self._bias = 0, torch.empty(0)
         self._whole: LayerTensors | None = None
+        self._keeps_prompts = False
         super().__init__(room, layers)
 
     @classmethod
@@ -143,7 +144,7 @@ class SharedPrefixCache(GrowingCache):
         prompt_lengths: Sequence[int],
         room: int,
     ) -> SharedPrefixCache:
-        """Make one of a cache with the prompts, right-aligned, whose tensors it takes over."""
+        """Make one of a cache with the prompts, right-aligned; takes over tensors without room."""
         layers, first = [], own_columns(1, room)
         for layer in cache.growing_layers:
             keys, values = (tensor.contiguous() for tensor in layer.columns_in_use())
@@ -162,7 +163,6 @@ class SharedPrefixCache(GrowingCache):
         """Append columns to a layer; returns what its attention goes over."""
         own = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if key_states.shape[-2] == 1:
-            self._whole = None
             return own
         layer = self.shared_layers[layer_idx]
         return self._whole_rows((layer.prompt_keys, layer.prompt_values), own)
@@ -182,12 +182,16 @@ class SharedPrefixCache(GrowingCache):
             whole[:, :, prompt:] = last
         return self._whole
 
+    def end_turn_start(self) -> None:
+        """Free what several queries per row took; single ones follow."""
+        self._whole = None
+
     def select(self, rows: torch.Tensor) -> None:
         """Replace the rows by these (a long index, repetitions allowed)."""
         prompt_of_row, prompts = self.groups.prompt_of_row[rows], self.groups.prompts
         needed = prompt_of_row.unique()
         layers = self.shared_layers
-        if len(needed) <= _NEEDED_SHARE * prompts:
+        if len(needed) <= _NEEDED_SHARE * prompts and not self._keeps_prompts:
             for layer in layers:
                 layer.prompt_keys = layer.prompt_keys.index_select(0, needed)
                 layer.prompt_values = layer.prompt_values.index_select(0, needed)
@@ -201,8 +205,9 @@ class SharedPrefixCache(GrowingCache):
         """Its layers."""
         return cast("list[SharedPrefixLayer]", self.layers)
 
-    def prompts(self) -> CachedPrompts:
-        """The prompts as they are now; not copied."""
+    def keep_prompts(self) -> CachedPrompts:
+        """The prompts, not copied; from now on none is dropped, which would only copy the rest."""
+        self._keeps_prompts = True
         layers = [(layer.prompt_keys, layer.prompt_values) for layer in self.shared_layers]
         of_row = self.groups.prompt_of_row.tolist()
         return CachedPrompts(layers, self.prompt_lengths.tolist(), of_row)
