@@ -209,7 +209,7 @@ class DecodingLoop:
         logits = self.head.logits(hidden[:, -1])
         index = torch.tensor(batch.prompt_index, device=self.device)
         if isinstance(cache, SharedPrefixCache):
-            cache.end_turn_start()
+            cache.end_prefill()
         if shares:
             cache = SharedPrefixCache.of_prompts(cache, index, list(map(len, batch.prompts)), room)
         elif not distinct:

@@ -182,8 +182,8 @@ class SharedPrefixCache(GrowingCache):
             whole[:, :, prompt:] = last
         return self._whole
 
-    def end_turn_start(self) -> None:
-        """Free what several queries per row took; single ones follow."""
+    def end_prefill(self) -> None:
+        """Free the copies of prompts that several queries per row attended to."""
         self._whole = None
 
     def select(self, rows: torch.Tensor) -> None:
