@@ -11,8 +11,7 @@ from model_families import FALCONS, FAMILIES, make_family
 
 from agilerl.llm.batch import make_batch
 from agilerl.llm.config import ForwardConfig
-from agilerl.llm.generation import Completions
-from agilerl.llm.generation import decode as decode_module
+from agilerl.llm.generation import Completions, sampled_tokens
 from agilerl.llm.generation.hf import HFGenerator
 from agilerl.llm.policy import Policy
 from agilerl.testing import tiny_model
@@ -89,7 +88,7 @@ def test_not_asked_for_they_are_not_computed(
     def refuse(*_: object) -> None:
         raise AssertionError("computed without being asked for")
 
-    monkeypatch.setattr(decode_module, "scaled_logps", refuse)
+    monkeypatch.setattr(sampled_tokens, "scaled_logps", refuse)
     rng = torch.Generator().manual_seed(3)
     made = HFGenerator(tiny_policy).generate(prompts_of([4]), 2, sampling_of(), rng)
     assert made.logps is None

@@ -226,19 +226,19 @@ def test_a_refusal_is_not_tried_again(pool_of: MakePool, refusal: Completions) -
 def test_a_server_that_hangs_is_dropped_in_time(
     pool_of: MakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool, (stuck, good) = pool_of(hanging, right, request_timeout=1)
+    pool, (stuck, good) = pool_of(hanging, right, request_timeout=3)
     started = time.monotonic()
     answers = pool.complete([request(first=n) for n in range(40)])
-    assert 1 <= time.monotonic() - started < 4
+    assert 3 <= time.monotonic() - started < 8
     assert [answer.samples[0].token_ids[0] for answer in answers] == list(range(40))
-    assert f"server {stuck.url} is dropped: it made no progress for request_timeout=1 s" in (
+    assert f"server {stuck.url} is dropped: it made no progress for request_timeout=3 s" in (
         caplog.text
     )
     good.completions = hanging
     started = time.monotonic()
     with pytest.raises(EngineError, match="no vLLM server is left"):
         pool.complete([request()])
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 8
 
 
 def test_a_busy_server_does_not_hang(pool_of: MakePool) -> None:
